@@ -33,6 +33,7 @@ import torch
 
 from halfstep.bench.timing import Call, Clock, clock_for, copy_calls, paired, rounds
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OK, WRONG, FAILED, UNAVAILABLE = "ok", "wrong", "failed", "unavailable"
 
 
@@ -109,6 +110,13 @@ def normal(device: torch.device, *shape: int) -> torch.Tensor:
     source = torch.device("cpu") if math.prod(shape) <= 2**20 else device
     generator = torch.Generator(source).manual_seed(0)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device=source).to(device)
+
+
+def in_eps(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype) -> float:
+    """The largest error, relative to a magnitude or the smallest normal number of `dtype`, in units of its eps."""
+    limits = torch.finfo(dtype)
+    error = (got.detach().double() - want).abs_().div_(magnitude.clamp(min=limits.smallest_normal))
+    return float(error.max()) / limits.eps
 
 
 def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | None]:

@@ -21,11 +21,10 @@ struct Tile {
     int64_t code_origin, code_row, code_column;
 };
 
-using Encode = void (*)(const float*, const uint32_t*, uint8_t*, int64_t);
-template <typename F, Rounding R> void encode(const float* x, const uint32_t* words, uint8_t* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = uint8_t(round_to<F, R, true>(x[i], R == STOCHASTIC ? words[i] : 0));
-}
-template <typename F> constexpr Encode ROUNDINGS[] = {encode<F, NEAREST>, encode<F, TOWARD_ZERO>, encode<F, STOCHASTIC>};
+using Encode = void (*)(const float*, const uint32_t*, void*, int64_t);
+template <typename F>
+constexpr Encode ROUNDINGS[] = {round_block<F, uint8_t, NEAREST, true>, round_block<F, uint8_t, TOWARD_ZERO, true>,
+                                round_block<F, uint8_t, STOCHASTIC, true>};
 constexpr const Encode* ENCODE[] = {ROUNDINGS<E4M3>, ROUNDINGS<E5M2>, ROUNDINGS<E2M3>, ROUNDINGS<E3M2>, ROUNDINGS<E2M1>};
 
 // `_over_power` of the rule: products of normal numbers only, since a CPU may flush others to zero.
@@ -99,7 +98,7 @@ extern "C" void halfstep_block_cast(const int64_t* rows, const int32_t* chunk_te
                 const int64_t run = tile.column == 1 ? tile.width : 1;  // elements that lie side by side
                 for (int64_t c = 0; c < tile.width; c += run) {
                     const int64_t at = tile.origin + r * tile.row + c * tile.column, to = r * tile.width + c;
-                    with_dtype(form.source, [&](auto* type) { load((decltype(type))row(SOURCE) + at, x + to, run); });
+                    with_dtype(form.source, [&](auto* type) { convert((decltype(type))row(SOURCE) + at, x + to, run); });
                     if (form.rounding == STOCHASTIC) random_words<64>(seed, 0, uint32_t(row(STREAM)), row(OFFSET) + at, run, words + to);
                 }
                 for (int64_t c = 0; c < tile.width; ++c) {

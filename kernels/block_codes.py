@@ -53,18 +53,10 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
-from halfstep.kernels.block_instructions import (
-    DECODE_POSITIVE,
-    DECODE_SIGNED,
-    ENCODE_LINEAR,
-    ENCODE_POSITIVE,
-    ENCODE_SIGNED,
-    WIDEN,
-    constraints,
-    entry,
-)  # fmt: skip
+from halfstep.kernels import block_instructions as ptx
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
 from halfstep.kernels.block_instructions import LARGEST_POSITIVE as LARGEST_POSITIVE
+from halfstep.kernels.block_instructions import constraints
 
 SPAN = 32  # elements of a block
 NOISE_BITS = 24
@@ -220,13 +212,12 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Ten
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    _NOISE_BITS, _DROPPED, _SPAN = map(tl.constexpr, (NOISE_BITS, DROPPED, SPAN))
-    _LEAST_SIGNED, _LEAST_STEP, _NAN_RANGE = map(tl.constexpr, (LEAST_SIGNED, LEAST_STEP, NAN_RANGE))
-    _ALMOST = tl.constexpr((1 << DROPPED) - 1)  # rounds up to 3 bits
-    _SEVEN = tl.constexpr(127 + 7)  # the exponent byte of 2^7
-    _LARGEST_UPPER, _LEAST_UPPER = tl.constexpr(_LARGEST), tl.constexpr(_LEAST)
-    _LEAST_UNIT, _LARGEST_UNIT, _CARRY = map(tl.constexpr, (LEAST_UNIT, LARGEST_UNIT, _BELOW_127))
+_NOISE_BITS, _DROPPED, _SPAN = map(constant, (NOISE_BITS, DROPPED, SPAN))
+_LEAST_SIGNED, _LEAST_STEP, _NAN_RANGE = map(constant, (LEAST_SIGNED, LEAST_STEP, NAN_RANGE))
+_ALMOST = constant((1 << DROPPED) - 1)  # rounds up to 3 bits
+_SEVEN = constant(127 + 7)  # the exponent byte of 2^7
+_LARGEST_UPPER, _LEAST_UPPER = constant(_LARGEST), constant(_LEAST)
+_LEAST_UNIT, _LARGEST_UNIT, _CARRY = map(constant, (LEAST_UNIT, LARGEST_UNIT, _BELOW_127))
 
 
 @jit
@@ -337,14 +328,26 @@ def encode_linear_block(x, noise):
 
 
 @jit
+def absolute(x):
+    """The compiler's own absolute value is a bit operation each, this one a part of the maximum."""
+    return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def larger(a, b):
+    """The larger number, or NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def widened_packed(x, factor):
-    ASSEMBLY: tl.constexpr = entry(WIDEN, cuda_capability_geq(10, 0))
+    ASSEMBLY: tl.constexpr = ptx.widen_assembly(cuda_capability_geq(10, 0))
     return tl.inline_asm_elementwise(ASSEMBLY, constraints(2, 3), [x, factor], tl.float32, True, 2)
 
 
 @jit
 def decode_signed_packed(codes, power):
-    ASSEMBLY: tl.constexpr = entry(DECODE_SIGNED, cuda_capability_geq(10, 0))
+    ASSEMBLY: tl.constexpr = ptx.decode_signed_assembly(cuda_capability_geq(10, 0))
     return tl.inline_asm_elementwise(ASSEMBLY, constraints(4, 5), [codes, power], tl.float32, True, 4)
 
 
@@ -352,12 +355,8 @@ def decode_signed_packed(codes, power):
 def decode_positive_packed(codes, scales):
     scale = scales.to(tl.int32)
     base, step = (scale & 0xFFE0) << 16, tl.full(scale.shape, 1, tl.int32) << (scale & 31)
-    return tl.inline_asm_elementwise(DECODE_POSITIVE, constraints(4, 9), [codes, step, base], tl.float32, True, 4)
-
-
-@jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    ASSEMBLY: tl.constexpr = ptx.decode_positive_assembly()
+    return tl.inline_asm_elementwise(ASSEMBLY, constraints(4, 9), [codes, step, base], tl.float32, True, 4)
 
 
 @jit
@@ -381,10 +380,8 @@ def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
     `v`, each of shape (blocks, 1). EACH elements lie side by side in a thread. If SHORT, `exists` says which threads
     have elements that exist, and elements of `m` that do not must be 0.
     """
-    # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
-    m = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [m], tl.float32, is_pure=True, pack=1)
-    most_m = tl.reduce(_by_thread(m, EACH), 2, _larger).to(tl.uint32, bitcast=True) + 0xFFFF
-    most_v = tl.reduce(_by_thread(v, EACH), 2, _larger).to(tl.uint32, bitcast=True) + 0xFFFF
+    most_m = tl.reduce(_by_thread(absolute(m), EACH), 2, larger).to(tl.uint32, bitcast=True) + 0xFFFF
+    most_v = tl.reduce(_by_thread(v, EACH), 2, larger).to(tl.uint32, bitcast=True) + 0xFFFF
     # Two to a register on their way between threads.
     both = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [most_m, most_v], tl.uint32, is_pure=True, pack=1
@@ -403,7 +400,7 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
     small = pattern < _LEAST_SIGNED << 23
     factor = tl.where(small | (rounded >= 255 << 23), 0, ~pattern & 0xFF800000)
     factor = factor.to(tl.float32, bitcast=True)  # -2^(128 - E)
-    ASSEMBLY: tl.constexpr = entry(ENCODE_SIGNED, STOCHASTIC, cuda_capability_geq(10, 0))
+    ASSEMBLY: tl.constexpr = ptx.encode_signed_assembly(STOCHASTIC, cuda_capability_geq(10, 0))
     inputs = (x, factor, word) if STOCHASTIC else (x, factor)
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.uint8, True, 4)
     exponent = tl.where(small, 0, pattern >> 23)
@@ -413,9 +410,8 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
 @jit
 def encode_linear_packed(x, word, STOCHASTIC: tl.constexpr):
     """`word` as in `encode_signed_packed`. Elements that do not exist must be 0."""
-    magnitude = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    exponent, factor = _unit(tl.reduce(magnitude, 1, _larger, keep_dims=True).to(tl.uint32, bitcast=True))
-    ASSEMBLY: tl.constexpr = entry(ENCODE_LINEAR, STOCHASTIC)
+    exponent, factor = _unit(tl.reduce(absolute(x), 1, larger, keep_dims=True).to(tl.uint32, bitcast=True))
+    ASSEMBLY: tl.constexpr = ptx.encode_linear_assembly(STOCHASTIC)
     inputs = (x, factor, word) if STOCHASTIC else (x, factor)
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.int8, True, 4)
     return codes, exponent
@@ -427,7 +423,7 @@ def encode_positive_packed(x, largest, smallest, word, STOCHASTIC: tl.constexpr)
     base, power, finite, scale = _range((largest >> 16).to(tl.int32), smallest)
     # Steps are moved up so that the code becomes the upper byte. Of the distance of a shift, five bits count.
     factor = tl.where(finite, (256 << _SEVEN % 32) >> (power & 31), 0)
-    ASSEMBLY: tl.constexpr = entry(ENCODE_POSITIVE, STOCHASTIC)
+    ASSEMBLY: tl.constexpr = ptx.encode_positive_assembly(STOCHASTIC)
     inputs = (x, -base, factor, word) if STOCHASTIC else (x, -base, factor)
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 16 if STOCHASTIC else 12), inputs, tl.uint8, True, 4)
     return codes, scale

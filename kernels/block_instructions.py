@@ -7,12 +7,11 @@ sm_100 on.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from itertools import product
-from typing import Any
 
-from halfstep.kernels.backend import constexpr_function, tl, triton_version
+import numpy as np
+
+from halfstep.kernels.backend import constexpr_function, triton_version
 
 # Begins assembly that has the bits of separate operations although it fuses or approximates some, for the audit.
 EXACT = "// exact: the bits of separate operations"
@@ -23,13 +22,18 @@ WEIGHTS = 8  # elements that averages_assembly and update_assembly take at a tim
 # constants, it compiles to two instructions.
 _CHOICE = 0xF0 & 0xAA | 0xCC & 0x55  # the third one chooses between the others
 _LEAST_SQUARE = 127 - 101 << 23  # the pattern of 2^-101
+_HAS_MINIMA_OF_THREE = triton_version() >= (3, 7)  # PTX 8.8
 
 
-def _hex(x: float) -> str:
-    return "0f" + struct.pack(">f", x).hex().upper()
+@constexpr_function
+def fp32(x: float) -> str:
+    """A number as PTX writes it."""
+    return f"0f{np.float32(x).view(np.uint32):08X}"
 
 
-def _body(lines: list[str]) -> str:
+@constexpr_function
+def body(lines: list[str]) -> str:
+    """Assembly with registers of its own."""
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -39,6 +43,7 @@ def constraints(outputs: int, inputs: int, letter: str = "r") -> str:
     return ",".join([f"={letter}"] * outputs + [letter] * inputs)
 
 
+@constexpr_function
 def widen_assembly(paired: bool = False) -> str:
     """PTX that makes two fp32 numbers ($0, $1) of two bf16 numbers ($2), times two factors ($3, $4), with one bit
     operation each; the compiler takes two for the upper half of a register."""
@@ -48,9 +53,10 @@ def widen_assembly(paired: bool = False) -> str:
         lines += ["mul.rn.f32x2 %ab, %ab, %factors; mov.b64 {$0, $1}, %ab;"]
     else:
         lines += ["mul.rn.f32 $0, %a, $3; mul.rn.f32 $1, %b, $4;"]
-    return _body(lines)
+    return body(lines)
 
 
+@constexpr_function
 def decode_signed_assembly(paired: bool = False) -> str:
     """PTX that makes four fp32 numbers ($0 to $3) of signed codes ($4) and the powers of their blocks ($5 to $8)."""
     lines = [".reg .b16 %even, %odd;", ".reg .b32 %pair, %a, %b;"]
@@ -65,25 +71,27 @@ def decode_signed_assembly(paired: bool = False) -> str:
             lines += [f"mul.rn.f32x2 %ab, %ab, %powers; mov.b64 {{${i}, ${i + 1}}}, %ab;"]
         else:
             lines += [f"mul.rn.f32 ${i}, %a, ${5 + i}; mul.rn.f32 ${i + 1}, %b, ${6 + i};"]
-    return _body(lines)
+    return body(lines)
 
 
+@constexpr_function
 def decode_positive_assembly() -> str:
     """PTX that makes four fp32 numbers ($0 to $3) of positive codes ($4).
 
     The other operands, four each: the distances of the codes of their blocks, powers of two, and the bases.
     """
     fours = (f"prmt.b32 %code, $4, 0, 0x444{i}; mad.lo.u32 ${i}, %code, ${5 + i}, ${9 + i};" for i in range(4))
-    return _body([".reg .b32 %code;", *fours])
+    return body([".reg .b32 %code;", *fours])
 
 
+@constexpr_function
 def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
     """PTX that makes signed codes ($0) of four fp32 numbers ($1 to $4).
 
     The other operands, four each: factors of their blocks, negative, or 0 where all codes are 0; and, if `stochastic`,
     random words moved down by a byte.
     """
-    zero, small = _hex(0.0), _hex(2.0**-113)
+    zero, small = fp32(0.0), fp32(2.0**-113)
     lines = [".reg .b32 %s0, %s1, %s2, %s3, %c0, %c1, %c2, %c3, %upper;"]
     # A zero keeps its sign because the product of its negative and the factor is added to a zero that is negative with
     # the factor. Without a factor, the sum is 0, or NaN, whose pattern 0x7FFFFFFF overflows to 0 below with any noise.
@@ -107,9 +115,10 @@ def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
         noise = f"${9 + i}" if stochastic else str(1 << 23)
         lines += [f"shl.b32 %s{i}, %c{i}, 4; add.u32 %s{i}, %s{i}, {noise};"]
         lines += [f"lop3.b32 %s{i}, %s{i}, %c{i}, 0x7FFFFFFF, {_CHOICE};"]
-    return _body([EXACT, *lines, *_UPPER_BYTES])
+    return body([EXACT, *lines, *_UPPER_BYTES])
 
 
+@constexpr_function
 def encode_positive_assembly(stochastic: bool) -> str:
     """PTX that makes positive codes ($0) of four positive fp32 numbers ($1 to $4).
 
@@ -121,9 +130,10 @@ def encode_positive_assembly(stochastic: bool) -> str:
         noise = f"${13 + i}" if stochastic else str(1 << 23)
         lines += [f"add.s32 %s{i}, ${1 + i}, ${5 + i}; max.s32 %s{i}, %s{i}, 0;"]
         lines += [f"mad.lo.u32 %s{i}, %s{i}, ${9 + i}, {noise};"]
-    return _body([*lines, *_UPPER_BYTES])
+    return body([*lines, *_UPPER_BYTES])
 
 
+@constexpr_function
 def encode_linear_assembly(stochastic: bool) -> str:
     """PTX that makes linear codes ($0) of four fp32 numbers ($1 to $4).
 
@@ -134,7 +144,7 @@ def encode_linear_assembly(stochastic: bool) -> str:
     for i in range(4):
         noise = f"${9 + i}" if stochastic else str(1 << 23)
         lines += [f"mul.rn.f32 %s{i}, ${1 + i}, ${5 + i}; cvt.rmi.s32.f32 %s{i}, %s{i}; add.s32 %s{i}, %s{i}, {noise};"]
-    return _body([*lines, *_UPPER_BYTES])
+    return body([*lines, *_UPPER_BYTES])
 
 
 # The upper bytes of four registers in one.
@@ -144,6 +154,7 @@ _UPPER_BYTES = [
 ]
 
 
+@constexpr_function
 def _average(new: str, before: str, factor: str, result: str, near: str | None) -> list[str]:
     """A moving average; `near` is the predicate that the factor is positive, None if it is known to be."""
     lines = [f"sub.rn.f32 %d, {new}, {before}; mul.rn.f32 %d, {factor}, %d;"]
@@ -153,6 +164,7 @@ def _average(new: str, before: str, factor: str, result: str, near: str | None) 
     return [*lines, f"add.rn.f32 {result}, {before}, %d;"]
 
 
+@constexpr_function
 def averages_assembly(paired: bool = False) -> str:
     """PTX that makes the new moments of eight elements ($0 to $7, $8 to $15) by moving averages.
 
@@ -160,7 +172,7 @@ def averages_assembly(paired: bool = False) -> str:
     say which form applies, as in adam/rule.py. They are the same for all elements, so that one branch stands for two
     choices per element. The square of a gradient is at most `LARGEST_POSITIVE`.
     """
-    n, cap = WEIGHTS, _hex(LARGEST_POSITIVE)
+    n, cap = WEIGHTS, fp32(LARGEST_POSITIVE)
     g, m, v, f1, f2 = ([f"${i}" for i in range(2 * n + part * n, 3 * n + part * n)] for part in range(5))
     square = "mul.rn.f32 %q, {g}, {g}; min.NaN.f32 %q, %q, {cap};"
 
@@ -185,30 +197,32 @@ def averages_assembly(paired: bool = False) -> str:
     if paired:
         lines += [".reg .b64 %gg, %mm, %qq, %dd, %f1, %f2;"]
         lines += [f"mov.b64 %f1, {{{f1[0]}, {f1[0]}}}; mov.b64 %f2, {{{f2[0]}, {f2[0]}}};"]
-    lines += [f"setp.gt.f32 %first, {f1[0]}, {_hex(0.0)}; setp.gt.f32 %second, {f2[0]}, {_hex(0.0)};"]
+    lines += [f"setp.gt.f32 %first, {f1[0]}, {fp32(0.0)}; setp.gt.f32 %second, {f2[0]}, {fp32(0.0)};"]
     lines += ["and.pred %first, %first, %second; @!%first bra OTHER_${:uid};"]
     for i in range(0, n, 2):
         lines += average_pair(i) if paired else average(i, (None, None)) + average(i + 1, (None, None))
-    lines += ["bra AVERAGED_${:uid};", "OTHER_${:uid}:", f"setp.gt.f32 %first, {f1[0]}, {_hex(0.0)};"]
+    lines += ["bra AVERAGED_${:uid};", "OTHER_${:uid}:", f"setp.gt.f32 %first, {f1[0]}, {fp32(0.0)};"]
     for i in range(n):
         lines += average(i, ("%first", "%second"))
-    return _body([EXACT, *lines, "AVERAGED_${:uid}:"])
+    return body([EXACT, *lines, "AVERAGED_${:uid}:"])
 
 
+@constexpr_function
 def _single_update(m: str, v: str, new: str, decay: str, root: str, eps: str, step_size: str) -> list[str]:
     """The new weight of one element, whose weight is in %w; its quotient is in %q and the number of `new`."""
     quotient = f"%q{new[2:]}"
     return [
-        f"rsqrt.approx.ftz.f32 %r, {v}; mul.rn.f32 %s, {v}, %r; mul.rn.f32 %h, %r, {_hex(0.5)};",
+        f"rsqrt.approx.ftz.f32 %r, {v}; mul.rn.f32 %s, {v}, %r; mul.rn.f32 %h, %r, {fp32(0.5)};",
         f"neg.f32 %t, %s; fma.rn.f32 %t, %t, %s, {v}; fma.rn.f32 %s, %t, %h, %s;",
         f"mul.rn.f32 %s, %s, {root}; add.rn.f32 %s, %s, {eps};",
-        f"rcp.approx.ftz.f32 %r, %s; neg.f32 %s, %s; fma.rn.f32 %t, %s, %r, {_hex(1.0)}; fma.rn.f32 %r, %r, %t, %r;",
+        f"rcp.approx.ftz.f32 %r, %s; neg.f32 %s, %s; fma.rn.f32 %t, %s, %r, {fp32(1.0)}; fma.rn.f32 %r, %r, %t, %r;",
         f"mul.rn.f32 %q, %r, {m}; fma.rn.f32 %t, %s, %q, {m}; fma.rn.f32 {quotient}, %r, %t, %q;",
         f"mul.rn.f32 %t, {decay}, %w; mul.rn.f32 %s, {step_size}, {quotient};",
         f"add.rn.f32 %s, %s, %t; sub.rn.f32 {new}, %w, %s;",
     ]
 
 
+@constexpr_function
 def _paired_update(
     i: int, joined: Callable[[int], list[str]], m: list[str], v: list[str], names: list[str]
 ) -> list[str]:
@@ -234,13 +248,15 @@ def _paired_update(
     ]  # fmt: skip
 
 
+@constexpr_function
 def _extreme(instruction: str, registers: list[str]) -> list[str]:
     """Leave the extreme of some registers in the first one; `instruction` takes up to three."""
     first = registers[0]
     return [f"{instruction} {first}, {', '.join([first, *registers[i : i + 2]])};" for i in range(1, len(registers), 2)]
 
 
-def update_assembly(remainder: int, stochastic: bool, paired: bool = False, threes: bool = False) -> tuple[str, str]:
+@constexpr_function
+def update_assembly(remainder: int, stochastic: bool, paired: bool = False) -> str:
     """PTX that makes the new weights of eight elements: w - (step_size * (m / (sqrt(v) * root + eps)) + decay * w).
 
     The operands are moments, v, then what holds the weights: fp32 numbers if `remainder` is 0, else bf16 numbers and
@@ -253,11 +269,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
     small. The compiler checks and branches twice per element; here all of a thread are checked and branch together: to
     where everything is computed again with those instructions, and with what else is rare, weights that are infinite or
     NaN. The bounds: from a v of 2^-101 on, the remainder of the root is exact; with a sum of root and epsilon from
-    2^-51 to 2^125 and a quotient of 2^-49, no part of the quotient is subnormal or overflows. `threes`: with minima of
-    three numbers (PTX 8.8).
-
-    Returns:
-        The assembly and its constraints.
+    2^-51 to 2^125 and a quotient of 2^-49, no part of the quotient is subnormal or overflows.
     """
     n = WEIGHTS
     of_weights, of_remainders = n if remainder == 0 else n // 2, n * remainder // 32
@@ -271,7 +283,6 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
     words = take(n if stochastic else 0)
     decay, root, eps, step_size = (take(n)[0] for _ in range(4))
     quotient_bounds, smallest = take(n), take(n)
-    inputs = next(numbers) - outputs
 
     def joined(i: int) -> list[str]:
         """The weight in %w, its bf16 part in %high."""
@@ -298,7 +309,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
         lines += [".reg .b64 %rr, %ss, %hh, %vv, %uu, %mm, %bb, %qq, %tt, %ww, %ones, %halves, %minus;"]
         lines += [".reg .b64 %roots, %epss, %decays, %steps;"]
         for name, number in (("ones", 1.0), ("halves", -0.5), ("minus", -1.0)):
-            lines += [f"mov.b32 %t, {_hex(number)}; mov.b64 %{name}, {{%t, %t}};"]
+            lines += [f"mov.b32 %t, {fp32(number)}; mov.b64 %{name}, {{%t, %t}};"]
         for name, value in (("roots", root), ("epss", eps)):
             lines += [f"neg.f32 %t, {value}; mov.b64 %{name}, {{%t, %t}};"]
         for name, value in (("decays", decay), ("steps", step_size)):
@@ -310,7 +321,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
             lines += joined(i) + _single_update(m[i], v[i], new, decay, root, eps, step_size)
     lines += [f"setp.lt.s32 %bad, {smallest[0]}, {_LEAST_SQUARE:#x};"]
     lines += [f"setp.lt.s32 %here, {smallest[4]}, {_LEAST_SQUARE:#x}; or.pred %bad, %bad, %here;"]
-    if threes:
+    if paired and _HAS_MINIMA_OF_THREE:
         lines += [f"abs.f32 {quotient}, {quotient};" for quotient in quotients]
         lines += [f"abs.f32 {size}, {new};" for size, new in zip(sizes, names, strict=True)]
         lines += _extreme("min.f32", quotients[:4]) + _extreme("min.f32", quotients[4:])
@@ -321,7 +332,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
     for quotient, bound in zip(quotients, bounds, strict=True):
         lines += [f"abs.f32 %u, {quotient}; setp.ltu.f32 %here, %u, {bound}; or.pred %bad, %bad, %here;"]
     for size in sizes:
-        lines += [f"abs.f32 %u, {size}; setp.geu.f32 %here, %u, {_hex(float('inf'))}; or.pred %bad, %bad, %here;"]
+        lines += [f"abs.f32 %u, {size}; setp.geu.f32 %here, %u, {fp32(float('inf'))}; or.pred %bad, %bad, %here;"]
     lines += ["@!%bad bra USUAL_${:uid};"]
     for i, new in enumerate(names):
         lines += joined(i)
@@ -330,8 +341,8 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
         lines += [
             f"sqrt.rn.f32 %s, {v[i]}; mul.rn.f32 %s, %s, {root}; add.rn.f32 %s, %s, {eps};",
             f"div.rn.f32 %q, {m[i]}, %s; mul.rn.f32 %q, {step_size}, %q;",
-            f"mul.rn.f32 %t, {decay}, %w; abs.f32 %s, %w; setp.eq.f32 %here, %s, {_hex(float('inf'))};",
-            f"selp.f32 %t, {_hex(0.0)}, %t, %here; add.rn.f32 %q, %q, %t; sub.rn.f32 {new}, %w, %q;",
+            f"mul.rn.f32 %t, {decay}, %w; abs.f32 %s, %w; setp.eq.f32 %here, %s, {fp32(float('inf'))};",
+            f"selp.f32 %t, {fp32(0.0)}, %t, %here; add.rn.f32 %q, %q, %t; sub.rn.f32 {new}, %w, %q;",
         ]
         if remainder:
             lines += [f"min.s32 {new}, {new}, 0x7FC00000;"]
@@ -357,29 +368,11 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
             lines += [f"prmt.b32 %s, %s, %t, 0x5410; xor.b32 ${of_weights + i}, %s, 0x80808080;"]
     if remainder:
         lines += [f"prmt.b32 ${i}, {names[2 * i]}, {names[2 * i + 1]}, 0x7632;" for i in range(n // 2)]
-    return _body([EXACT, *lines]), constraints(outputs, inputs)
-
-
-# What kernels use, by whether numbers are rounded at random and by `paired`; the last by the bits of remainders first.
-WIDEN: Any = None
-DECODE_POSITIVE = DECODE_SIGNED = ENCODE_SIGNED = ENCODE_LINEAR = ENCODE_POSITIVE = AVERAGES = UPDATES = WIDEN
-UPDATES_OPERANDS = WIDEN
-if tl is not None:
-    _BOTH = (False, True)
-    WIDEN = tl.constexpr({(paired,): widen_assembly(paired) for paired in _BOTH})
-    DECODE_SIGNED = tl.constexpr({(paired,): decode_signed_assembly(paired) for paired in _BOTH})
-    DECODE_POSITIVE = tl.constexpr(decode_positive_assembly())
-    ENCODE_SIGNED = tl.constexpr({key: encode_signed_assembly(*key) for key in product(_BOTH, _BOTH)})
-    ENCODE_LINEAR = tl.constexpr({(noisy,): encode_linear_assembly(noisy) for noisy in _BOTH})
-    ENCODE_POSITIVE = tl.constexpr({(noisy,): encode_positive_assembly(noisy) for noisy in _BOTH})
-    AVERAGES = tl.constexpr({(paired,): averages_assembly(paired) for paired in _BOTH})
-    _FORMS = ((0, False), (8, False), (8, True), (16, False))
-    _SINGLE = {(*form, False): update_assembly(*form)[0] for form in _FORMS}
-    _PAIRS = {(*form, True): update_assembly(*form, True, triton_version() >= (3, 7))[0] for form in _FORMS}
-    UPDATES = tl.constexpr({**_SINGLE, **_PAIRS})
-    UPDATES_OPERANDS = tl.constexpr({form: update_assembly(*form)[1] for form in _FORMS})
+    return body([EXACT, *lines])
 
 
 @constexpr_function
-def entry(table: dict[tuple[Any, ...], str], *key: Any) -> str:
-    return table[key]
+def update_constraints(remainder: int, stochastic: bool) -> str:
+    """Those of `update_assembly`."""
+    weights = WEIGHTS if remainder == 0 else WEIGHTS // 2 + WEIGHTS * remainder // 32
+    return constraints(weights, weights + (9 if stochastic else 8) * WEIGHTS)

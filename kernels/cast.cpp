@@ -30,19 +30,14 @@ template <typename F> inline float widen8(uint8_t code) {
 using Load = void (*)(const void*, float*, int64_t);
 using Store = void (*)(const float*, const uint32_t*, void*, int64_t);
 
-template <typename T> void load_block(const void* from, float* to, int64_t n) { load((const T*)from, to, n); }
+template <typename T> void load_block(const void* from, float* to, int64_t n) { convert((const T*)from, to, n); }
 template <typename F> void load_block8(const void* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = widen8<F>(((const uint8_t*)from)[i]);
 }
 constexpr Load LOAD[] = {load_block<float>, load_block<f16>, load_block<bf16>, load_block8<E4M3>, load_block8<E5M2>};
 
 template <typename T> void nearest_block(const float* from, const uint32_t*, void* to, int64_t n) {
-    store(from, (T*)to, n);
-}
-template <typename F, typename Code, Rounding R, bool SATURATE>
-void round_block(const float* from, const uint32_t* words, void* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i)
-        ((Code*)to)[i] = Code(round_to<F, R, SATURATE>(from[i], R == STOCHASTIC ? words[i] : 0));
+    convert(from, (T*)to, n);
 }
 void saturate_block(const float* from, const uint32_t*, void* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
@@ -51,12 +46,11 @@ void saturate_block(const float* from, const uint32_t*, void* to, int64_t n) {
     }
 }
 
-template <typename F, typename Code, Rounding R> Store choose(bool saturate) {
-    return saturate ? round_block<F, Code, R, true> : round_block<F, Code, R, false>;
-}
+template <typename F, typename Code, bool SATURATE>
+constexpr Store ROUNDINGS[] = {round_block<F, Code, NEAREST, SATURATE>, round_block<F, Code, TOWARD_ZERO, SATURATE>,
+                               round_block<F, Code, STOCHASTIC, SATURATE>};
 template <typename F, typename Code> Store choose(int32_t rounding, bool saturate) {
-    if (rounding == TOWARD_ZERO) return choose<F, Code, TOWARD_ZERO>(saturate);
-    return rounding == STOCHASTIC ? choose<F, Code, STOCHASTIC>(saturate) : choose<F, Code, NEAREST>(saturate);
+    return saturate ? ROUNDINGS<F, Code, true>[rounding] : ROUNDINGS<F, Code, false>[rounding];
 }
 Store choose(int32_t target, int32_t rounding, bool saturate) {
     const bool plain = rounding == NEAREST && !saturate;
@@ -69,24 +63,6 @@ Store choose(int32_t target, int32_t rounding, bool saturate) {
     }
 }
 
-// Conversions between fp32 and 16 bits to nearest work on vectors, without a block of fp32 values in memory.
-template <typename From, typename To> void direct(const void* from, void* to, int64_t n) {
-    const From* source = (const From*)from;
-    To* target = (To*)to;
-    walk_by_two(n, [=](int64_t i) { put_two<ORDERED>(target + i, get_two<ORDERED>(source + i)); },
-                [=](int64_t i, int64_t k) { put_some(target + i, get_some(source + i, k), k); });
-}
-using Direct = void (*)(const void*, void*, int64_t);
-Direct choose_direct(int32_t source, int32_t target) {
-    Direct found = nullptr;
-    if (source > BF16 || target > BF16) return found;
-    with_dtype(source, [&](auto* from) {
-        with_dtype(target, [&](auto* to) {
-            found = direct<std::remove_pointer_t<decltype(from)>, std::remove_pointer_t<decltype(to)>>;
-        });
-    });
-    return found;
-}
 
 }  // namespace
 
@@ -98,7 +74,7 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
     const Load load = LOAD[source];
     const Store store = choose(target, rounding, saturate != 0);
     const bool copy = source == target && !saturate;
-    const Direct convert = rounding == NEAREST && !saturate ? choose_direct(source, target) : nullptr;
+    const bool direct = rounding == NEAREST && !saturate && source <= BF16 && target <= BF16;
     spread_evenly(chunks, FEW_CHUNKS + 1, threads, [&](int64_t chunk) {
         const int64_t* tensor = rows + (chunk_tensor ? chunk_tensor[chunk] : 0);
         auto row = [&](Row which) { return tensor[which * tensors]; };
@@ -110,9 +86,10 @@ extern "C" void halfstep_cast(const int64_t* rows, const int32_t* chunk_tensor, 
             std::memcpy(to, from, size * SIZE[source]);
             return;
         }
-        if (convert) {
-            convert(from, to, size);
-            return;
+        if (direct) {
+            return with_dtype(source, [&](auto* a) {
+                with_dtype(target, [&](auto* b) { convert((decltype(a))from, (decltype(b))to, size); });
+            });
         }
         alignas(64) float block[BLOCK];
         alignas(64) uint32_t words[BLOCK];

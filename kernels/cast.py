@@ -23,6 +23,7 @@ from halfstep.kernels import multi_tensor, native
 from halfstep.kernels.backend import (
     EXACT,
     chosen,
+    constant,
     constexpr_function,
     cuda_capability_geq,
     jit,
@@ -31,8 +32,8 @@ from halfstep.kernels.backend import (
     tl,
 )
 from halfstep.kernels.block_cast import cast_blocks
+from halfstep.kernels.cast_instructions import nearest_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.formats import BLOCKS, TABLE, BlockRow, Blocks, block_row, format_of
-from halfstep.kernels.fp8_instructions import nearest_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.multi_tensor import ADDRESSES, TableCache, address, flattened, is_flat, locate, own_operations
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.philox import check_seed, plain, reference_words, unspecialized, words_of, words_of_groups
@@ -100,14 +101,13 @@ def reference(
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 
-if tl is not None:
-    _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
-    _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
-    _SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (tl.constexpr(ADDRESSES + operand) for operand in range(4))
-    _FP16_OF_E4M3 = tl.constexpr(
-        "{\n.reg .b16 %lower, %upper;\nmov.b32 {%lower, %upper}, $2;\n"
-        "cvt.rn.f16x2.e4m3x2 $0, %lower;\ncvt.rn.f16x2.e4m3x2 $1, %upper;\n}"
-    )
+_ROUND_NEAREST, _ROUND_STOCHASTIC = constant(NEAREST), constant(STOCHASTIC)
+_SLOW_BLOCK = constant(SLOW_BLOCK)
+_SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (constant(ADDRESSES + operand) for operand in range(4))
+_FP16_OF_E4M3 = constant(
+    "{\n.reg .b16 %lower, %upper;\nmov.b32 {%lower, %upper}, $2;\n"
+    "cvt.rn.f16x2.e4m3x2 $0, %lower;\ncvt.rn.f16x2.e4m3x2 $1, %upper;\n}"
+)
 
 
 @jit
@@ -674,12 +674,9 @@ def foreach_cast(
     if random and seed is None:
         drawn = _drawn()
         number = int(drawn) if type(drawn) is torch.Tensor else 0  # FakeTensorMode draws nothing
-    for source_dtype, indices in multi_tensor.by_dtype(flat).items():
-        lists = flat, targets, starts
-        if len(indices) < len(flat):
-            lists = tuple([values[index] for index in indices] for values in lists)  # type: ignore[assignment]
-        noise = number, list(indices), lists[2]
-        _cast_into(lists[0], lists[1], _mode(source_dtype, dtype, rounding), saturate, noise, in_memory)
+    for source_dtype, listed, into, streams, firsts in multi_tensor.by_dtype(flat, targets, range(len(flat)), starts):
+        mode = _mode(source_dtype, dtype, rounding)
+        _cast_into(listed, into, mode, saturate, (number, streams, firsts), in_memory)
     for target, result in zip(targets, results, strict=True) if targets is not results else ():
         if target is not result:
             result.copy_(target)

@@ -39,10 +39,11 @@ class Format(NamedTuple):
         """A key of `numerics.formats.table.FORMAT_KINDS`."""
         return "fn" if self.overflow == self.nan else "ieee"
 
-    def value(self, code: int) -> float:
-        """The value of a positive normal number's code."""
-        fraction = 1 + code % (1 << self.mantissa) / (1 << self.mantissa)
-        return math.ldexp(fraction, (code >> self.mantissa) - self.bias)
+    @property
+    def most(self) -> float:
+        """The largest finite number."""
+        fraction = 1 + self.largest % (1 << self.mantissa) / (1 << self.mantissa)
+        return math.ldexp(fraction, (self.largest >> self.mantissa) - self.bias)
 
     @property
     def dtype(self) -> Any:

@@ -31,11 +31,7 @@ typedef uint8_t B __attribute__((vector_size(W)));
 inline V splat(float x) { return x - V{}; }
 inline U splat_bits(uint32_t x) { return x - U{}; }
 // `a` in the lanes where `take` is all ones, `b` where it is 0.
-#if defined(__AVX2__) && !defined(HALFSTEP_AVX512)
-inline V select(I take, V a, V b) { return (V)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)take); }
-#else
-inline V select(I take, V a, V b) { return (V)(((I)a & take) | ((I)b & ~take)); }
-#endif
+inline V select(I take, V a, V b) { return take ? a : b; }
 inline U select(I take, U a, U b) { return (U)select(take, (V)a, (V)b); }
 // A NaN in `a` is dropped, one in `b` is kept.
 #if defined(HALFSTEP_AVX512)
@@ -45,8 +41,8 @@ inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 inline V smaller(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
 inline V larger(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
 #else
-inline V smaller(V a, V b) { return select(a < b, a, b); }
-inline V larger(V a, V b) { return select(a > b, a, b); }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+inline V larger(V a, V b) { return a > b ? a : b; }
 #endif
 inline I smaller(I a, I b) { return a < b ? a : b; }
 inline I larger(I a, I b) { return a > b ? a : b; }
@@ -94,8 +90,10 @@ inline bool any_nan(V a, V b) {
 #elif defined(__ARM_NEON) && defined(__aarch64__)
     return vmaxvq_u32((uint32x4_t)(is_nan(a) | is_nan(b)));
 #else
-    int32_t found = 0;
-    for (int i = 0; i < W; ++i) found |= a[i] != a[i] || b[i] != b[i];
+    const I either = is_nan(a) | is_nan(b);
+    int64_t halves[W / 2], found = 0;
+    std::memcpy(halves, &either, sizeof either);
+    for (int64_t half : halves) found |= half;
     return found;
 #endif
 }
@@ -163,9 +161,12 @@ template <> inline V unpack<f16>(H raw) {
 #elif defined(__F16C__)
     return (V)_mm256_cvtph_ps((__m128i)raw);
 #else
-    V out;
-    for (int i = 0; i < W; ++i) out[i] = widen(f16{raw[i]});
-    return out;
+    const U bits = zero_extend(raw), rest = bits & 0x7fffu;
+    // Normal: shift the mantissa up and move the bias from 15 to 127. Inf and NaN: exponent to all ones.
+    const U normal = (rest << 13) + (112u << 23) + ((U)((I)rest >= 0x7c00) & (112u << 23));
+    // Subnormal: rest * 2^-24, which fp32 holds exactly.
+    const U tiny = (U)(to_numbers((I)rest) * splat(0x1p-24f));
+    return (V)((bits & 0x8000u) << 16 | select((I)rest < 0x0400, tiny, normal));
 #endif
 }
 
@@ -187,9 +188,15 @@ template <> inline H pack<f16>(V x) {
 #elif defined(__F16C__)
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 #else
-    H out;
-    for (int i = 0; i < W; ++i) out[i] = narrow(x[i]).bits;
-    return out;
+    const U b = (U)x, size = b & 0x7fffffffu;
+    const I small = (I)size < 0x38800000;
+    // Normal result: round at bit 13 (a carry into the exponent is right, up to and including infinity).
+    const U normal = (size - (112u << 23) + 0x0fffu + ((size >> 13) & 1u)) >> 13;
+    // Subnormal result: adding 0.5 puts the ulp of the sum at 2^-24, so the hardware rounds to nearest even for us.
+    U code = select(small, (U)((V)(size & (U)small) + splat(0.5f)) - 0x3f000000u, normal);
+    code = select((I)size >= 0x477ff000, splat_bits(0x7c00u), code);  // 65520 and above
+    code = select(is_nan(x), splat_bits(0x7e00u), code);
+    return lower_half((b >> 16 & 0x8000u) | code);
 #endif
 }
 
@@ -309,20 +316,20 @@ template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step,
     for (; i + W <= n; i += W) step(i);
     if (i < n) rest(i, n - i);
 }
-// A block to fp32 and back. Blocks stay in the first-level cache.
-template <typename T> inline void load(const T* from, float* to, int64_t n) {
-    walk(n, [=](int64_t i) { put(to + i, get(from + i)); },
-         [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
-}
-template <typename T> inline void store(const float* from, T* to, int64_t n) {
-    walk(n, [=](int64_t i) { put(to + i, get(from + i)); },
-         [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+// Call step(i, k) for each vector of [0, n), the first element of which is i and of which k exist.
+template <typename Step> HALFSTEP_INLINE void each_vector(int64_t n, Step&& step) {
+    walk(n, [&](int64_t i) { step(i, W); }, step);
 }
 // Call pair(i) for each two full vectors of [0, n) and rest(i, k) for the vectors that are left, of k <= W elements.
 template <typename Both, typename Rest> inline void walk_by_two(int64_t n, Both&& pair, Rest&& rest) {
     int64_t i = 0;
     for (; i + 2 * W <= n; i += 2 * W) pair(i);
     for (; i < n; i += W) rest(i, n - i < W ? n - i : W);
+}
+// Numbers of one type to another, to nearest, without a block of fp32 in memory.
+template <typename From, typename To> inline void convert(const From* from, To* to, int64_t n) {
+    walk_by_two(n, [=](int64_t i) { put_two<ORDERED>(to + i, get_two<ORDERED>(from + i)); },
+                [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
 }
 // The sums of neighbours, those of a first: a[0] + a[1], a[2] + a[3], ..., b[0] + b[1], ...
 inline V neighbours(V a, V b) {

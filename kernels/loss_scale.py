@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
+from halfstep.kernels.backend import EXACT, constant, jit, launch_kernel, resolve, tl
 from halfstep.kernels.multi_tensor import alignments, all_have_memory, checked_addresses, own_operations
 
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # indices of `State.counts`
@@ -80,8 +80,7 @@ def reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     state.counts[LAST_SKIPPED] = torch.where(overflow, state.counts[DECIDED], state.counts[LAST_SKIPPED])
 
 
-if tl is not None:
-    _DECIDED, _SKIPPED, _LAST_SKIPPED = map(tl.constexpr, (DECIDED, SKIPPED, LAST_SKIPPED))
+_DECIDED, _SKIPPED, _LAST_SKIPPED = map(constant, (DECIDED, SKIPPED, LAST_SKIPPED))
 
 
 @jit

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -268,20 +269,24 @@ def all_flattened(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors if all_contiguous(tensors) else list(map(flattened, tensors))
 
 
-def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
+def by_dtype(tensors: Sequence[torch.Tensor], *columns: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Each dtype, with the list of its tensors and those of their entries in `columns`, which have one per tensor."""
     dtypes = list(map(attrgetter("dtype"), tensors))
-    if len(set(dtypes)) == 1:
-        return {dtypes[0]: range(len(tensors))}
-    groups: dict[torch.dtype, Sequence[int]] = {dtype: [] for dtype in dtypes}
-    for index, dtype in enumerate(dtypes):
-        groups[dtype].append(index)  # type: ignore[attr-defined]
-    return groups
+    distinct = dict.fromkeys(dtypes)
+    for dtype in distinct:
+        lists: list[Any] = [tensors, *columns]
+        if len(distinct) > 1:
+            members = list(map(is_, dtypes, repeat(dtype)))
+            lists = [compress(column, members) for column in lists]
+        yield dtype, *map(list, lists)
 
 
 def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Raise a TypeError if `tensor` is not a tensor, not dense, or has none of `dtypes`."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"Expected {name} to be a tensor, but got a {type(tensor).__name__}")
+        raise TypeError(
+            f"Expected {name} to be a tensor, but got a {type(tensor).__name__}: use torch.as_tensor() or leave it out"
+        )
     if tensor.layout != torch.strided:
         raise TypeError(f"Expected {name} to be a dense tensor, but got layout {tensor.layout}: use .to_dense()")
     if tensor.dtype not in dtypes:

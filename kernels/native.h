@@ -23,30 +23,7 @@ struct bf16 { uint16_t bits; };
 inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 inline float from_bits(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
 
-inline float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
-inline float widen(f16 x) {
-    uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-    // Normal: shift the mantissa up and move the bias from 15 to 127. Inf and NaN: exponent to all ones.
-    uint32_t normal = (rest << 13) + (112u << 23) + (rest >= 0x7c00u ? (112u << 23) : 0u);
-    // Subnormal: rest * 2^-24, which fp32 holds exactly.
-    uint32_t tiny = bits_of(float(int32_t(rest)) * 0x1p-24f);
-    return from_bits(sign | (rest < 0x0400u ? tiny : normal));
-}
-
-// Round to nearest, ties to even; NaN becomes the quiet NaN of its sign.
-inline f16 narrow(float x) {
-    uint32_t b = bits_of(x), sign = (b >> 16) & 0x8000u, magnitude = b & 0x7fffffffu;
-    // Normal result: round at bit 13 (a carry into the exponent is right, up to and including infinity).
-    uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Subnormal result: adding 0.5 puts the ulp of the sum at 2^-24, so the hardware rounds to nearest even for us.
-    uint32_t tiny = bits_of(from_bits(magnitude < 0x38800000u ? magnitude : 0u) + 0.5f) - 0x3f000000u;
-    uint32_t result = magnitude < 0x38800000u ? tiny : normal;
-    result = magnitude >= 0x477ff000u ? 0x7c00u : result;  // 65520 and above
-    result = magnitude > 0x7f800000u ? 0x7e00u : result;
-    return {uint16_t(sign | result)};
-}
-
-// Toward zero and stochastic rounding, and all rounding to FP8: `reference_round` of kernels/rounding.py.
+// Rounding to a format: `reference_round` of kernels/rounding.py.
 enum Rounding : int32_t { NEAREST = 0, TOWARD_ZERO = 1, STOCHASTIC = 2 };
 
 struct Float16 { static constexpr uint32_t bits = 16, mantissa = 10, bias = 15, largest = 0x7bff, overflow = 0x7c00, nan = 0x7e00; };
@@ -84,6 +61,12 @@ template <typename F, Rounding R, bool SATURATE> inline uint32_t round_to(float 
     if (R == TOWARD_ZERO && !SATURATE) code = magnitude == 0x7f800000u ? F::overflow : code;
     code = magnitude > 0x7f800000u ? F::nan : code;
     return code | ((b >> (32 - F::bits)) & (1u << (F::bits - 1)));
+}
+
+template <typename F, typename Code, Rounding R, bool SATURATE>
+void round_block(const float* from, const uint32_t* words, void* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i)
+        ((Code*)to)[i] = Code(round_to<F, R, SATURATE>(from[i], R == STOCHASTIC ? words[i] : 0));
 }
 
 // The random numbers of kernels/philox.py: the words of calls, four for each group of eight elements.

@@ -86,15 +86,7 @@ template <typename R> void prepare(const Arguments& call) {
     }
 }
 
-// fp32 rounded stochastically to a number of format F, still in fp32.
-template <typename F> inline float rounded_stochastically(float x, uint32_t word);
-template <> inline float rounded_stochastically<BFloat16>(float x, uint32_t word) {
-    return widen(bf16{uint16_t(round_to<BFloat16, STOCHASTIC, false>(x, word))});
-}
-template <> inline float rounded_stochastically<Float16>(float x, uint32_t word) {
-    return widen(f16{uint16_t(round_to<Float16, STOCHASTIC, false>(x, word))});
-}
-// The same to the upper 24 bits.
+// fp32 rounded stochastically to the upper 24 bits.
 inline void round_to_24_bits_stochastically(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
         uint32_t bits;
@@ -102,9 +94,6 @@ inline void round_to_24_bits_stochastically(float* __restrict x, const uint32_t*
         bits = x[i] != x[i] ? bits : (bits + (words[i] >> 24)) & 0xffffff00u;
         std::memcpy(x + i, &bits, sizeof bits);
     }
-}
-template <typename F> void round_stochastically(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) x[i] = rounded_stochastically<F>(x[i], words[i]);
 }
 
 // The random words of elements start to start + n of a tensor, of which the whole parameter may hold more. Draws 1 and 2,
@@ -307,7 +296,6 @@ struct Staged {
     const Column& column;
     int64_t start, n;
 
-    template <typename T> T* operand(int row) const { return (T*)column[row] + start; }
     template <typename F> void with_weight(F&& f) const {
         const int64_t param = column[PARAM], extra = column[EXTRA];
         if (layout.master == SPLIT_MASTER) return f(Split::at(param, extra, start));
@@ -320,12 +308,9 @@ struct Staged {
         });
     }
     void read(Block& block, int moments) const {
-        with_dtype(layout.grad, [&](auto* type) {
-            load(operand<std::remove_pointer_t<decltype(type)>>(GRAD), block.grad, n);
-        });
+        with_dtype(layout.grad, [&](auto* type) { convert((decltype(type))column[GRAD] + start, block.grad, n); });
         if (!layout.coded()) with_dtype(layout.state, [&](auto* type) {
-            using T = std::remove_pointer_t<decltype(type)>;
-            for (int k = 0; k < moments; ++k) load(operand<T>(MOMENT + k), block.moments[k], n);
+            for (int k = 0; k < moments; ++k) convert((decltype(type))column[MOMENT + k] + start, block.moments[k], n);
         });
         with_weight([&](auto weight) {
             walk_by_two(
@@ -337,17 +322,17 @@ struct Staged {
     }
     void write_moments(const Block& block, int moments) const {
         with_dtype(layout.state, [&](auto* type) {
-            using T = std::remove_pointer_t<decltype(type)>;
-            for (int k = 0; k < moments; ++k) store(block.moments[k], operand<T>(MOMENT + k), n);
+            for (int k = 0; k < moments; ++k) convert(block.moments[k], (decltype(type))column[MOMENT + k] + start, n);
         });
     }
     void write_weight(Block& block) const {
-        if (layout.stochastic && layout.master == NO_MASTER) {
-            if (layout.param == F16) round_stochastically<Float16>(block.weight, block.words, n);
-            else if (layout.param == BF16) round_stochastically<BFloat16>(block.weight, block.words, n);
-        } else if (layout.stochastic && layout.master == SPLIT24_MASTER) {
-            round_to_24_bits_stochastically(block.weight, block.words, n);
+        if (layout.stochastic && layout.master == NO_MASTER && layout.param != F32) {
+            const auto round = layout.param == F16 ? round_block<Float16, uint16_t, STOCHASTIC, false>
+                                                   : round_block<BFloat16, uint16_t, STOCHASTIC, false>;
+            return round(block.weight, block.words, (uint16_t*)column[PARAM] + start, n);
         }
+        if (layout.stochastic && layout.master == SPLIT24_MASTER)
+            round_to_24_bits_stochastically(block.weight, block.words, n);
         with_weight([&](auto weight) {
             walk_by_two(
                 n, [&](int64_t i) { weight.template put_two<ORDERED>(i, get_two<ORDERED>(block.weight + i)); },
@@ -376,7 +361,7 @@ struct Codes {
     int64_t scales;
     bool is_signed, is_linear;
     Codes(const Staged& part, int moment)
-        : codes(part.operand<uint8_t>(MOMENT + moment)), scales(part.column[SCALES + moment]), is_signed(moment == 0),
+        : codes((uint8_t*)part.column[MOMENT + moment] + part.start), scales(part.column[SCALES + moment]), is_signed(moment == 0),
           is_linear(part.layout.state == LINEAR) {}
     void decode(int64_t at, int64_t number, float* x, int64_t size) const {
         if (is_linear) decode_linear(codes + at, ((uint8_t*)scales)[number], x, size);

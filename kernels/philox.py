@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -99,10 +99,9 @@ def unspecialized(value: int) -> int:
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    _ROUNDS = tl.constexpr(ROUNDS)
-    _FIRST, _SECOND = map(tl.constexpr, _MULTIPLIERS)
-    _FIRST_WEYL, _SECOND_WEYL = map(tl.constexpr, _WEYL)
+_ROUNDS = constant(ROUNDS)
+_FIRST, _SECOND = map(constant, _MULTIPLIERS)
+_FIRST_WEYL, _SECOND_WEYL = map(constant, _WEYL)
 
 
 @jit
@@ -212,22 +211,16 @@ def words_of(index, seed, step, stream, DRAWS: tl.constexpr):
 
 
 @jit
-def words_of_runs(first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """`words_of` for runs of `EACH` consecutive elements from each of a block of indices `first`, BLOCK in total.
-
-    `first` must be multiples of EACH. With EACH 8, one Philox call serves eight elements. With EACH 4, it serves four:
-    threads with only four consecutive elements repeat the call of their neighbor.
-    """
-    return words_of_groups(first >> 3, first, seed, step, stream, DRAWS, EACH, BLOCK, 0, 0)
-
-
-@jit
 def words_of_groups(
     group, first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
-    DOWN: tl.constexpr,  # 8, on NVIDIA GPUs only: words are moved down by as many bits; or 0
-    DOWN_FIRST: tl.constexpr,  # as DOWN, of draw 0; or 24: words are moved down by as many bits, and 0x8000 is added
+    DOWN: tl.constexpr = 0,  # 8, on NVIDIA GPUs only: words are moved down by as many bits
+    DOWN_FIRST: tl.constexpr = 0,  # as DOWN, of draw 0; or 24: words are moved down so far, and 0x8000 is added
 ):  # fmt: skip
-    """`words_of_runs` from the groups of eight elements that the runs are in. Of `first`, three bits count."""
+    """`words_of` for runs of EACH consecutive elements, BLOCK in total, in the groups of eight elements `group`.
+
+    The runs begin at `first`, multiples of EACH of which three bits count. With EACH 8, one Philox call serves eight
+    elements. With EACH 4, it serves four: threads with only four of them repeat the call of their neighbor.
+    """
     a, b, c, d = _of_group(group, seed, step, stream)
     word = _side_by_side(first, a, b, c, d, EACH, BLOCK, DOWN_FIRST)
     if DRAWS == 1:

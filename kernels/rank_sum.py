@@ -13,7 +13,7 @@ from itertools import pairwise, repeat
 
 import torch
 
-from halfstep.kernels.backend import EXACT, by_address, chosen, jit, launch_kernel, most_warps, resolve, tl
+from halfstep.kernels.backend import EXACT, by_address, chosen, constant, jit, launch_kernel, most_warps, resolve, tl
 from halfstep.kernels.multi_tensor import ADDRESSES, TensorTable, alignments, locate
 from halfstep.kernels.rounding import to_float32
 from halfstep.kernels.unscale import (
@@ -56,8 +56,7 @@ def rank_sum_kernel(parts, out, elements, ranks, divisor, BLOCK: tl.constexpr):
     tl.store(out + at, tl.div_rn(total, divisor), mask=mask)
 
 
-if tl is not None:
-    _START_ROW, _SIZE_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
+_START_ROW, _SIZE_ROW = constant(ADDRESSES), constant(ADDRESSES + 1)
 
 
 @functools.partial(jit, do_not_specialize=["tensors", "ranks", "flags", "sums"])

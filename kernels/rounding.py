@@ -50,7 +50,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import INTERPRET, constexpr_function, cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import INTERPRET, constant, constexpr_function, cuda_capability_geq, jit, tl
 from halfstep.kernels.formats import ELEMENTS, TABLE, Format
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
@@ -167,9 +167,8 @@ def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    INTERPRETED = tl.constexpr(INTERPRET)
-    _NEAREST, _TOWARD_ZERO, _STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(TOWARD_ZERO), tl.constexpr(STOCHASTIC)
+INTERPRETED = constant(INTERPRET)
+_NEAREST, _TOWARD_ZERO, _STOCHASTIC = constant(NEAREST), constant(TOWARD_ZERO), constant(STOCHASTIC)
 
 
 @jit

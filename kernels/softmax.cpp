@@ -25,10 +25,6 @@ struct Numbers {
     operator float*() { return lines[0].numbers; }
 };
 
-// Call step(i, k) for each vector of n columns, the first of which is i and of which k exist.
-template <typename Step> HALFSTEP_INLINE void each_vector(int64_t n, Step&& step) {
-    walk(n, [&](int64_t i) { step(i, W); }, step);
-}
 // Give each thread a range of rows: work(row) for each of them, of what make() returns.
 template <typename Make> void each_row(int64_t rows, int64_t columns, int64_t threads, Make&& make) {
     const int64_t parts = rows * columns < FEW_ELEMENTS ? 1 : less(rows, threads);

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels import cells, multi_tensor
-from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
+from halfstep.kernels.backend import EXACT, constant, jit, launch_kernel, resolve, tl
 from halfstep.kernels.cells import CELLS, CLASSES, ZERO, Grid
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
@@ -114,13 +114,12 @@ def count_on_cpu(
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    _LOWEST, _HIGHEST, _CLASSES = tl.constexpr(cells.LOWEST), tl.constexpr(cells.HIGHEST), tl.constexpr(CLASSES)
-    _ZERO, _INFINITE = tl.constexpr(ZERO * CLASSES), tl.constexpr(cells.INFINITE * CLASSES)
-    _NOT_A_NUMBER = tl.constexpr(cells.NOT_A_NUMBER * CLASSES)
-    _CELLS, _ERROR_BINS = tl.constexpr(CELLS), tl.constexpr(cells.ERROR_BINS)
-    _DATA_ROW, _COUNTS_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
-    _SLOTS = tl.constexpr(256)  # counts of a histogram, whose time grows with them
+_LOWEST, _HIGHEST, _CLASSES = constant(cells.LOWEST), constant(cells.HIGHEST), constant(CLASSES)
+_ZERO, _INFINITE = constant(ZERO * CLASSES), constant(cells.INFINITE * CLASSES)
+_NOT_A_NUMBER = constant(cells.NOT_A_NUMBER * CLASSES)
+_CELLS, _ERROR_BINS = constant(CELLS), constant(cells.ERROR_BINS)
+_DATA_ROW, _COUNTS_ROW = constant(ADDRESSES), constant(ADDRESSES + 1)
+_SLOTS = constant(256)  # counts of a histogram, whose time grows with them
 
 
 @jit
@@ -242,8 +241,7 @@ def foreach_count_(
     count = count_on_cpu if in_memory and device.type == "cpu" else reference
     number = None if scale is None else scale.detach().reshape(())
     with own_operations(listed) if implementation == "reference" else nullcontext():
-        for dtype, indices in multi_tensor.by_dtype(flat).items():
-            group, group_rows = [flat[index] for index in indices], [rows[index] for index in indices]
+        for dtype, group, group_rows in multi_tensor.by_dtype(flat, rows):
             if implementation == "reference":
                 for tensor, row in zip(group, group_rows, strict=True):
                     count(tensor.reshape(-1), counts[row], grid, number, inverted)

@@ -72,17 +72,13 @@ void check_chunk(T* data, int64_t n, float factor, int32_t* flag, double* sum) {
             }
             biggest[0] = larger(biggest[0], magnitude(x) & (U)first_lanes(k));  // beyond k: 0 * factor, which may be NaN
         });
-    const U of_lanes = larger(biggest[0], biggest[1]);
-    uint32_t most = 0;
-    for (int lane = 0; lane < W; ++lane) most = of_lanes[lane] > most ? of_lanes[lane] : most;
+    const uint32_t most = uint32_t(largest_lane((I)larger(biggest[0], biggest[1])));
     const auto value = [&](V x) { return SCALED && !WRITE ? x * by : x; };
     if (most >= 0x7f800000u) {
         I inf{};
-        walk(
-            n, [&](int64_t i) { inf |= (I)(magnitude(value(get(data + i))) == 0x7f800000u); },
-            [&](int64_t i, int64_t k) {
-                inf |= (I)(magnitude(value(get_some(data + i, k))) == 0x7f800000u) & first_lanes(k);
-            });
+        each_vector(n, [&](int64_t i, int64_t k) {
+            inf |= (I)(magnitude(value(get_some(data + i, k))) == 0x7f800000u) & first_lanes(k);
+        });
         int32_t found = most > 0x7f800000u ? 2 : 0;
         for (int lane = 0; lane < W; ++lane) found |= inf[lane] & 1;
         __atomic_fetch_or(flag, found, __ATOMIC_RELAXED);
@@ -111,9 +107,7 @@ void check_chunk(T* data, int64_t n, float factor, int32_t* flag, double* sum) {
         for (int64_t i = 0; i < quarter / W; i += 8) put(own + i / 8 * W, sum_vectors<2>(i, quarters));
         total = sum_neighbours(own, quarter / 8);
     } else {
-        walk(
-            n, [&](int64_t i) { put(own + i, square(get(data + i))); },
-            [&](int64_t i, int64_t k) { put_some(own + i, square(get_some(data + i, k)), k); });
+        each_vector(n, [&](int64_t i, int64_t k) { put_some(own + i, square(get_some(data + i, k)), k); });
         total = tree_sum<CHUNK>(own, n);
     }
     uint64_t back_bits = uint64_t(1023 + 2 * (127 - exponent)) << 52;

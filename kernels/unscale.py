@@ -13,14 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from itertools import compress, repeat
-from operator import attrgetter, is_
+from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
 from halfstep.kernels import multi_tensor, native
-from halfstep.kernels.backend import EXACT, is_hip, jit, launch_kernel, most_warps, resolve, tl
+from halfstep.kernels.backend import EXACT, constant, is_hip, jit, launch_kernel, most_warps, resolve, tl
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
@@ -220,8 +220,7 @@ def _finish_by_operations(
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    GRAD_ROW, FLAG_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
+GRAD_ROW, FLAG_ROW = constant(ADDRESSES), constant(ADDRESSES + 1)
 
 
 @jit
@@ -375,14 +374,8 @@ class _Group(NamedTuple):
 
 
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
-    groups, dtypes = [], list(map(attrgetter("dtype"), tensors))
-    for dtype in (distinct := dict.fromkeys(dtypes)):
-        listed, slots_of = tensors, list(slots)
-        if len(distinct) > 1:
-            members = list(map(is_, dtypes, repeat(dtype)))
-            listed, slots_of = list(compress(tensors, members)), list(compress(slots, members))
-        groups.append(_Group(dtype, listed, slots_of, _tables[dtype].table(listed, numbers=[slots_of])))
-    return groups
+    groups = multi_tensor.by_dtype(tensors, slots)
+    return [_Group(dtype, listed, of, _tables[dtype].table(listed, numbers=[of])) for dtype, listed, of in groups]
 
 
 def _check_groups(

@@ -6,7 +6,7 @@ the smallest normal number, in units of the target's eps. Only rounding to neare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled, needs
-from halfstep.bench.harness import Case, Prepared, normal
+from halfstep.bench.harness import Case, Prepared, in_eps, normal
 from halfstep.kernels.block_cast.rule import reference
 from halfstep.kernels.formats import BLOCKS, block_row
 
@@ -25,9 +25,9 @@ NEAREST = 0.5
 MX = "mxfp8_rceil"  # of which no element saturates
 
 
-def normal_tensors(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """`tensors` tensors of `numel` normally distributed values, rounded to `dtype`."""
-    return [row.clone() for row in normal(device, tensors, numel).to(dtype)]
+def normal_tensors(device: torch.device, elements: int, dtype: torch.dtype, tensors: int = 1) -> list[torch.Tensor]:
+    """`tensors` tensors of together `elements` normally distributed values, rounded to `dtype`."""
+    return [row.clone() for row in normal(device, tensors, elements // tensors).to(dtype)]
 
 
 def _new(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Prepared:
@@ -58,11 +58,8 @@ def _foreach_cast(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 
 
 def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-    limits = torch.finfo(got[0].dtype)
-    want = torch.cat([source.double() for source in sources])
-    result = torch.cat([tensor.double() for tensor in got])
-    error = (result - want).abs_().div_(want.abs().clamp_(min=limits.smallest_normal))
-    return float(error.max()) / limits.eps
+    want, result = (torch.cat([tensor.double() for tensor in tensors]) for tensors in (sources, got))
+    return in_eps(result, want, want.abs(), got[0].dtype)
 
 
 def _blocks(sources: list[torch.Tensor]) -> Prepared:
@@ -92,24 +89,23 @@ def _case(
     operation: str,
     source: str,
     target: str,
-    tensors: int,
-    numel: int,
-    axis: str,
-    providers: dict[str, Callable[[Any], Prepared]],
+    size: dict[str, Any],
+    moved: float,  # bytes per element
+    providers: Mapping[str, Callable[[Any], Prepared]],
+    error: Callable[[Any, Any], float] = _error,
 ) -> Case:
-    size = {"tensors": tensors, "elements": tensors * numel}
     return Case(
         group="cast",
         operation=operation,
         dtype=f"{source} to {target}",
-        size=size if axis == "tensors" else {axis: numel},
-        axis=axis,
-        bytes_moved=tensors * numel * (DTYPES[source].itemsize + DTYPES[target].itemsize),
+        size=size,
+        axis=next(iter(size)),
+        bytes_moved=int(size["elements"] * moved),
         bound=NEAREST,
         error_unit="in eps",
-        prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=DTYPES[source]),
+        prepare=partial(normal_tensors, **size, dtype=DTYPES[source]),
         providers=providers,
-        error=_error,
+        error=error,
     )
 
 
@@ -122,24 +118,15 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             "torch eager": partial(_new, to),
             "torch.compile": partial(_compiled, to, sizes),
         }
+        moved = DTYPES[source].itemsize + DTYPES[target].itemsize
         for elements in sizes.cast_elements:
-            yield _case("cast", source, target, 1, elements, "elements", providers)
+            yield _case("cast", source, target, {"elements": elements}, moved, providers)
+    of_blocks = {"halfstep": _blocks, "torch eager": _eager_blocks, "torchao": _torchao_blocks}
     for elements in sizes.cast_elements:
-        numel = elements // BLOCKS[0].size * BLOCKS[0].size
-        yield Case(
-            group="cast",
-            operation="cast to blocks",
-            dtype=f"bf16 to {MX}",
-            size={"elements": numel},
-            axis="elements",
-            bytes_moved=numel * 3 + numel // BLOCKS[0].size,
-            bound=NEAREST,
-            error_unit="in eps",
-            prepare=partial(normal_tensors, tensors=1, numel=numel, dtype=torch.bfloat16),
-            providers={"halfstep": _blocks, "torch eager": _eager_blocks, "torchao": _torchao_blocks},
-            error=_error_of_blocks,
-        )
+        size = {"elements": elements // BLOCKS[0].size * BLOCKS[0].size}
+        yield _case("cast to blocks", "bf16", MX, size, 3 + 1 / BLOCKS[0].size, of_blocks, _error_of_blocks)
     functions: dict[str, Callable[..., Any]] = {"halfstep": _foreach_cast, "torch foreach": torch._foreach_copy_}
     providers = {name: partial(_into, function, torch.bfloat16) for name, function in functions.items()}
     for tensors in sizes.tensors:
-        yield _case("cast of a list", "fp32", "bf16", tensors, sizes.elements // tensors, "tensors", providers)
+        size = {"tensors": tensors, "elements": sizes.elements // tensors * tensors}
+        yield _case("cast of a list", "fp32", "bf16", size, 6, providers)

@@ -18,9 +18,8 @@ from torch.nn.functional import cross_entropy
 import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import needs, needs_gpu
-from halfstep.bench.harness import Case, Prepared, Unavailable, normal
+from halfstep.bench.harness import DTYPES, Case, Prepared, Unavailable, in_eps, normal
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # In bf16, torch's backward takes the exponential of logarithms that were rounded to bf16.
 BOUNDS = {
     **dict.fromkeys([("forward", "bf16"), ("forward", "fp32"), ("backward", "fp32"), ("training", "fp32")], 64.0),
@@ -99,15 +98,13 @@ def _training(function: Loss, inputs: LogitInputs) -> Prepared:
 def _forward_error(inputs: LogitInputs, got: torch.Tensor) -> float:
     want = -inputs.exact.gather(1, inputs.targets.unsqueeze(1)).squeeze(1)
     size = want + torch.logsumexp(inputs.logits.detach().double(), -1).abs()
-    return float(((got.detach().double() - want).abs() / size).max()) / torch.finfo(got.dtype).eps
+    return in_eps(got, want, size, got.dtype)
 
 
 def _gradient_error(grad: torch.Tensor, inputs: LogitInputs, got: torch.Tensor) -> float:
     p, grad = inputs.exact.exp(), grad.double().unsqueeze(1)
     hit = torch.nn.functional.one_hot(inputs.targets, p.shape[1]).double()
-    limits = torch.finfo(got.dtype)
-    size = (grad.abs() * (p + hit)).clamp(min=limits.smallest_normal)
-    return float(((got.double() - grad * (p - hit)).abs() / size).max()) / limits.eps
+    return in_eps(got, grad * (p - hit), grad.abs() * (p + hit), got.dtype)
 
 
 def _backward_error(inputs: LogitInputs, got: torch.Tensor) -> float:

@@ -18,9 +18,8 @@ import torch._functorch.config
 import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled, needs, needs_gpu
-from halfstep.bench.harness import Case, Prepared, normal
+from halfstep.bench.harness import DTYPES, Case, Prepared, in_eps, normal
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BOUNDS = {"bf16": 2.0, "fp32": 128.0}
 
 
@@ -70,21 +69,15 @@ def _compiled(prepare: Callable[..., Prepared], sizes: Sizes, inputs: SoftmaxInp
         return prepare(compiled(_torch, sizes), inputs)
 
 
-def _in_eps(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor) -> float:
-    limits = torch.finfo(got.dtype)
-    error = (got.detach().double() - want).abs_().div_(magnitude.clamp(min=limits.smallest_normal))
-    return float(error.max()) / limits.eps
-
-
 def _backward_error(inputs: SoftmaxInputs, got: torch.Tensor) -> float:
     y, grad = inputs.exact, inputs.grad.double()
     want = y * (grad - (y * grad).sum(-1, keepdim=True))
-    return _in_eps(got, want, y * (grad.abs() + (y * grad.abs()).sum(-1, keepdim=True)))
+    return in_eps(got, want, y * (grad.abs() + (y * grad.abs()).sum(-1, keepdim=True)), got.dtype)
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     directions: dict[str, tuple[Callable[..., Prepared], Callable[[Any, Any], float], int]] = {
-        "forward": (_forward, lambda inputs, got: _in_eps(got, inputs.exact, inputs.exact), 2),
+        "forward": (_forward, lambda inputs, got: in_eps(got, inputs.exact, inputs.exact, got.dtype), 2),
         "backward": (_backward, _backward_error, 3),
     }
     for direction, (prepare, error, passes) in directions.items():

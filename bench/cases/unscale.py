@@ -18,9 +18,8 @@ import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.cast import normal_tensors
 from halfstep.bench.cases.installed import compiled
-from halfstep.bench.harness import Case, Prepared
+from halfstep.bench.harness import DTYPES, Case, Prepared
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-12}
 SCALE = 2.0**10
 
@@ -107,7 +106,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                     bytes_moved=passes * tensors * numel * dtype.itemsize,
                     bound=BOUNDS[dtype_name],
                     error_unit="relative to the answer",
-                    prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=dtype),
+                    prepare=partial(normal_tensors, tensors=tensors, elements=tensors * numel, dtype=dtype),
                     providers={name: partial(_prepared, function) for name, function in functions.items()}
                     | compiled_ones,
                     error=error,

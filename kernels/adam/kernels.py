@@ -9,17 +9,17 @@ from functools import partial
 
 from halfstep.kernels import block_codes
 from halfstep.kernels.adam.rule import Group, Hyper
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
-from halfstep.kernels.block_instructions import AVERAGES, UPDATES, UPDATES_OPERANDS, constraints, entry
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
+from halfstep.kernels.block_instructions import averages_assembly, constraints, update_assembly, update_constraints
 from halfstep.kernels.optimizer import blocks as tensor_blocks
 from halfstep.kernels.optimizer import tiles
 from halfstep.kernels.optimizer.layout import MAX
 from halfstep.kernels.optimizer.tiles import store
 from halfstep.kernels.rounding import to_float32
 
-if tl is not None:  # what stands above, as kernels read it
-    _GROUP, _HYPER = tl.constexpr(Group), tl.constexpr(Hyper)
-    _MAX, _LARGEST_POSITIVE, _SPAN = map(tl.constexpr, (MAX, block_codes.LARGEST_POSITIVE, block_codes.SPAN))
+# What stands above, as kernels read it.
+_GROUP, _HYPER = constant(Group), constant(Hyper)
+_MAX, _LARGEST_POSITIVE, _SPAN = map(constant, (MAX, block_codes.LARGEST_POSITIVE, block_codes.SPAN))
 
 
 @jit
@@ -105,7 +105,7 @@ def _update_packed(
     m = block_codes.decode_signed_packed(loaded.m, block_codes.power_of_exponents(loaded.m_scales)[:, None])
     v = block_codes.decode_positive_packed(loaded.v, loaded.v_scales[:, None])
     averaged = [g, m, v, hyper.factor_m, hyper.factor_v]
-    AVERAGE: tl.constexpr = entry(AVERAGES, PAIRED)
+    AVERAGE: tl.constexpr = averages_assembly(PAIRED)
     m, v = tl.inline_asm_elementwise(AVERAGE, constraints(16, 40, "f"), averaged, (tl.float32, tl.float32), True, 8)
     EACH: tl.constexpr = HINT // 2
     exists = tl.arange(0, _SPAN // EACH)[None, :] * EACH < blocks.size[:, None]
@@ -123,8 +123,8 @@ def _update_packed(
     # 0 times a weight, added to the update, changes no bit of the new weight: it has the weight's sign.
     rate = hyper.decay * 0.0 if L2 else hyper.decay
     NOISY: tl.constexpr = FORM.STOCHASTIC and FORM.REMAINDER == 8
-    ASSEMBLY: tl.constexpr = entry(UPDATES, FORM.REMAINDER, NOISY, PAIRED)
-    OPERANDS: tl.constexpr = entry(UPDATES_OPERANDS, FORM.REMAINDER, NOISY)
+    ASSEMBLY: tl.constexpr = update_assembly(FORM.REMAINDER, NOISY, PAIRED)
+    OPERANDS: tl.constexpr = update_constraints(FORM.REMAINDER, NOISY)
     numbers = rate, hyper.root, hyper.eps, hyper.step_size, quotient, smallest
     if FORM.REMAINDER:
         weights = (loaded.weight, loaded.extra, words[0]) if NOISY else (loaded.weight, loaded.extra)

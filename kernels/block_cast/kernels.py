@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from halfstep.kernels.backend import constexpr_function, cuda_capability_geq, jit, tl
-from halfstep.kernels.block_cast.instructions import ASSEMBLY
+from halfstep.kernels.backend import constant, constexpr_function, cuda_capability_geq, jit, tl
 from halfstep.kernels.block_cast.rule import LEAST_GLOBAL
-from halfstep.kernels.block_instructions import constraints, entry
+from halfstep.kernels.block_codes import absolute, larger
+from halfstep.kernels.block_instructions import constraints
+from halfstep.kernels.cast_instructions import element_assembly
 from halfstep.kernels.multi_tensor import ADDRESSES, locate
 from halfstep.kernels.philox import plain, words_of, words_of_groups
 from halfstep.kernels.rounding import NEAREST, STOCHASTIC, form_of, to_float32
@@ -41,28 +42,11 @@ class Form(NamedTuple):
     SATURATE: bool
 
 
-if tl is not None:
-    _ROWS, _COLUMNS, _SQUARE = map(tl.constexpr, (ROWS, COLUMNS, SQUARE))
-    _NEAREST, _STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
-    _LEAST_GLOBAL = tl.constexpr(LEAST_GLOBAL)
-    _OPERAND = {name: tl.constexpr(ADDRESSES + row) for row, name in enumerate(TABLE_ROWS)}
-    _SCALES, _SOURCE, _CODES, _NUMEL, _FIRST, _MIDDLE, _SECOND, _INNER, _STREAM, _OFFSET = _OPERAND.values()
-
-
-@constexpr_function
-def _largest_value(name: str) -> float:
-    form = form_of(name)
-    return float(form.value(form.largest))
-
-
-@constexpr_function
-def _bits(name: str) -> int:
-    return form_of(name).bits
-
-
-@constexpr_function
-def _bytes(source: str) -> int:
-    return 4 if source == "fp32" else 2
+_ROWS, _COLUMNS, _SQUARE = map(constant, (ROWS, COLUMNS, SQUARE))
+_NEAREST, _STOCHASTIC = constant(NEAREST), constant(STOCHASTIC)
+_LEAST_GLOBAL = constant(LEAST_GLOBAL)
+_OPERAND = {name: constant(ADDRESSES + row) for row, name in enumerate(TABLE_ROWS)}
+_SCALES, _SOURCE, _CODES, _NUMEL, _FIRST, _MIDDLE, _SECOND, _INNER, _STREAM, _OFFSET = _OPERAND.values()
 
 
 @constexpr_function
@@ -74,16 +58,10 @@ def _type(name: str) -> Any:
 
 
 @jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit
 def _magnitudes(x):
     """What `_largest` takes: numbers on NVIDIA GPUs, patterns elsewhere."""
     if cuda_capability_geq(8, 0):
-        # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
-        return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return absolute(x)
     else:
         return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
 
@@ -93,9 +71,9 @@ def _largest(x, BLOCKS: tl.constexpr):
     """The largest patterns of blocks of magnitudes."""
     AXIS: tl.constexpr = 1 if BLOCKS == _SQUARE else BLOCKS
     if cuda_capability_geq(8, 0):
-        most = tl.reduce(x, AXIS, _larger, keep_dims=True)
+        most = tl.reduce(x, AXIS, larger, keep_dims=True)
         if BLOCKS == _SQUARE:
-            most = tl.reduce(most, 0, _larger, keep_dims=True)
+            most = tl.reduce(most, 0, larger, keep_dims=True)
         return most.to(tl.uint32, bitcast=True)
     else:
         most = tl.max(x, AXIS, keep_dims=True)
@@ -133,7 +111,7 @@ def _power_scales(largest, FORM: tl.constexpr):
 @jit
 def _fraction_scales(largest, g, FORM: tl.constexpr):
     """Codes of E4M3, and the numbers by which their elements are multiplied: 0 where the scale is."""
-    quotient = tl.div_rn(tl.div_rn(largest.to(tl.float32, bitcast=True), _largest_value(FORM.ELEMENT)), g)
+    quotient = tl.div_rn(tl.div_rn(largest.to(tl.float32, bitcast=True), form_of(FORM.ELEMENT).most), g)
     code, scale = _rounded(tl.minimum(quotient, 512.0), "e4m3fn")
     code = tl.where((code > 0x7E) | (largest >= 0x7F800000), 0x7E if FORM.SATURATE else 0x7F, code)
     code = tl.where(largest > 0x7F800000, 0x7F, code)
@@ -146,11 +124,11 @@ def _codes(x, y, words, more, keep, FORM: tl.constexpr):
     """Bytes of codes of elements over their scales, `y` and `more` of those in the upper halves; 0 where `keep` is."""
     RANDOM: tl.constexpr = FORM.ROUNDING == _STOCHASTIC
     FOURS: tl.constexpr = (1 if FORM.PAIRS < 0 else 2) * (2 if RANDOM else 1) + 1
-    FP8: tl.constexpr = _bits(FORM.ELEMENT) == 8
+    FP8: tl.constexpr = form_of(FORM.ELEMENT).bits == 8
     if (RANDOM and cuda_capability_geq(8, 0)) or (
         FORM.ROUNDING == _NEAREST and (cuda_capability_geq(8, 9) or (not FP8 and cuda_capability_geq(8, 0)))
     ):
-        ASM: tl.constexpr = entry(ASSEMBLY, FORM.ELEMENT, RANDOM, cuda_capability_geq(10, 0))
+        ASM: tl.constexpr = element_assembly(FORM.ELEMENT, RANDOM, cuda_capability_geq(10, 0))
         INPUTS: tl.constexpr = constraints(1, 4 * FOURS)
         numbers = (x, keep) if FORM.PAIRS < 0 else (x, y, keep)
         if RANDOM:
@@ -167,7 +145,7 @@ def _codes(x, y, words, more, keep, FORM: tl.constexpr):
 def _code(x, word, FORM: tl.constexpr):
     ROW: tl.constexpr = form_of(FORM.ELEMENT)
     DROPPED: tl.constexpr = 23 - ROW.mantissa
-    size = tl.minimum(tl.abs(x), _largest_value(FORM.ELEMENT))
+    size = tl.minimum(tl.abs(x), form_of(FORM.ELEMENT).most)
     if FORM.ROUNDING == _STOCHASTIC:  # as rounding.py does
         code = (size * 2.0 ** (ROW.bias - 127)).to(tl.uint32, bitcast=True)
         code = (code + (word >> (32 - DROPPED))) >> DROPPED
@@ -265,7 +243,7 @@ def _load(source, tile, row, index, seed, stream, FORM: tl.constexpr, WIDE: tl.c
     DOWN: tl.constexpr = 8 if cuda_capability_geq(8, 0) else 0
     H: tl.constexpr = tile.rows.shape[0]
     W: tl.constexpr = tile.columns.shape[1]
-    EACH: tl.constexpr = 16 // _bytes(FORM.SOURCE)  # elements of a thread side by side
+    EACH: tl.constexpr = 128 // form_of(FORM.SOURCE).bits  # elements of a thread side by side
     origin, word = tile.origin + row, tl.full((1, 1), 0, tl.uint32)
     if FORM.ROUNDING == _STOCHASTIC:
         if WIDE:
@@ -290,7 +268,7 @@ def _cast_tile(
     size, y, more = _magnitudes(x), x, word
     if FORM.PAIRS == 0:
         y, more = _load(source, tile, tile.second, index, seed, stream, FORM, WIDE)
-        size = _larger(size, _magnitudes(y))
+        size = larger(size, _magnitudes(y))
     largest = _largest(size, FORM.BLOCKS)
     if FORM.FRACTION:
         scale, factor = _fraction_scales(largest, g, FORM)
@@ -311,7 +289,7 @@ def _cast_tile(
     number = number[:, None] if FORM.BLOCKS == _ROWS else number[None, :]
     to = scales.to(_type("uint8")) + start
     if WIDE:  # as many neighbors as a thread has loaded
-        EACH: tl.constexpr = 16 // _bytes(FORM.SOURCE)
+        EACH: tl.constexpr = 128 // form_of(FORM.SOURCE).bits
         at = tl.multiple_of(at, EACH // 2 if FORM.PAIRS == 1 else EACH)
         to = tl.multiple_of(to, EACH if FORM.BLOCKS == _COLUMNS else 1)
     tl.store(at + tile.code_rows + tile.code_columns, code, mask=tile.code_exist)
@@ -326,7 +304,7 @@ def _cast(source, codes, scales, start, total, shape, whole, index, seed, stream
     if FORM.FRACTION:
         g = tl.load(whole.to(_type("fp32")))
         if not FORM.GIVEN:
-            g = tl.maximum(tl.div_rn(g, _largest_value(FORM.ELEMENT) * 448.0), _LEAST_GLOBAL)
+            g = tl.maximum(tl.div_rn(g, form_of(FORM.ELEMENT).most * 448.0), _LEAST_GLOBAL)
             if start == 0:
                 tl.store(whole.to(_type("fp32")) + 2, g)
     wide = (source | codes | scales) % 16 == 0

@@ -65,7 +65,7 @@ def default_global_scale(x: torch.Tensor, row: BlockRow) -> torch.Tensor:
     element, scale = ELEMENTS[row.element], ELEMENTS[row.scale]
     finite = x.float().abs().nan_to_num(nan=0.0, posinf=0.0).flatten()
     amax = torch.cat([finite, finite.new_zeros(1)]).amax()
-    whole = torch.full_like(amax, element.value(element.largest) * scale.value(scale.largest))
+    whole = torch.full_like(amax, element.most * scale.most)
     return (amax / whole).clamp(min=LEAST_GLOBAL)
 
 
@@ -96,7 +96,7 @@ def reference(
     form, blocks = ELEMENTS[row.element], _in_blocks(x.float(), axes, row.size)
     largest = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).long()
     if row.has_global_scale:
-        top, scale_form = form.value(form.largest), ELEMENTS[row.scale]
+        top, scale_form = form.most, ELEMENTS[row.scale]
         global_scale = default_global_scale(x, row) if global_scale is None else global_scale
         magnitude = largest.to(torch.int32).view(torch.float32)
         quotient = magnitude / torch.full_like(magnitude, top) / global_scale

@@ -11,9 +11,9 @@ from halfstep.kernels.log_probabilities.dispatch import statistics
 from halfstep.kernels.multi_tensor import PLAIN_TYPES, check_tensor
 from halfstep.kernels.op import is_watched
 from halfstep.kernels.softmax import log_softmax
+from halfstep.kernels.softmax.public import FLOATS
 
 _LEAST_TEMPERATURE = 1 / torch.finfo(torch.float32).max
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class LogProbabilities(NamedTuple):
@@ -39,7 +39,7 @@ def _check_range(targets: torch.Tensor, classes: int, ignore_index: int) -> None
 
 def check_arguments(logits: Any, targets: Any, temperature: float, inplace: bool, is_leaf: bool) -> None:
     """Raise if logits with the classes last, their targets or the options are not supported, or do not fit."""
-    check_tensor(logits, "logits", _FLOATS)
+    check_tensor(logits, "logits", FLOATS)
     check_tensor(targets, "targets", (torch.int32, torch.int64))
     if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
         raise ValueError(
@@ -71,7 +71,7 @@ def check_arguments(logits: Any, targets: Any, temperature: float, inplace: bool
 
 
 def _check_weight(weight: Any, logits: Any) -> None:
-    check_tensor(weight, "weight", _FLOATS)
+    check_tensor(weight, "weight", FLOATS)
     if isinstance(logits, torch.Tensor) and logits.ndim:
         classes = logits.shape[min(1, logits.ndim - 1)]
         if weight.shape != (classes,) or weight.device != logits.device:

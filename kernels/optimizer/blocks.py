@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from halfstep.kernels import block_codes
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
 from halfstep.kernels.block_codes import SPAN
 from halfstep.kernels.multi_tensor import ADDRESSES
 from halfstep.kernels.optimizer import tiles
@@ -13,8 +13,8 @@ from halfstep.kernels.optimizer.tiles import ROW, Position, indices, named
 from halfstep.kernels.philox import words_of, words_of_groups
 from halfstep.kernels.rounding import to_float32
 
-if tl is not None:  # what kernels read of the above
-    _ADDRESSES, _SPAN, _HALF, _UP = map(tl.constexpr, (ADDRESSES, SPAN, block_codes.HALF, block_codes.UP))
+# What kernels read of the above.
+_ADDRESSES, _SPAN, _HALF, _UP = map(constant, (ADDRESSES, SPAN, block_codes.HALF, block_codes.UP))
 
 
 class Scales(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from halfstep.kernels.backend import constexpr_function, jit, tl
+from halfstep.kernels.backend import constant, constexpr_function, jit, tl
 from halfstep.kernels.multi_tensor import ADDRESSES
 from halfstep.kernels.optimizer.layout import ROWS
-from halfstep.kernels.philox import words_of, words_of_runs
+from halfstep.kernels.philox import words_of, words_of_groups
 from halfstep.kernels.rounding import (
     from_float32,
     join_float32,
@@ -18,9 +18,8 @@ from halfstep.kernels.rounding import (
     to_float32,
 )
 
-ROW: Any = None
-if tl is not None:  # what kernels read of the above
-    _ADDRESSES, ROW = tl.constexpr(ADDRESSES), tl.constexpr(ROWS)
+# What kernels read of the above.
+_ADDRESSES, ROW = constant(ADDRESSES), constant(ROWS)
 
 
 class Operands(NamedTuple):
@@ -301,7 +300,7 @@ def _apply(
         if HINT:
             EACH: tl.constexpr = HINT // 2  # elements that a thread holds side by side
             firsts = indices(position, begin + tl.arange(0, SIZE // EACH) * EACH)
-            words = words_of_runs(firsts, seed, shard.step, shard.stream, DRAWS, EACH, SIZE)
+            words = words_of_groups(firsts >> 3, firsts, seed, shard.step, shard.stream, DRAWS, EACH, SIZE)
         else:
             words = words_of(indices(position, offsets), seed, shard.step, shard.stream, DRAWS)
     _update(at, Tile(start, offsets, offsets < end), words, hyper, FORM, HINT, AVERAGE, WEIGHT)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from halfstep.kernels.backend import jit, tl
+from halfstep.kernels.backend import constant, jit, tl
 from halfstep.kernels.optimizer import blocks, tiles
 from halfstep.kernels.sgd.rule import Group, Hyper
 
-if tl is not None:
-    _GROUP, _HYPER = tl.constexpr(Group), tl.constexpr(Hyper)
+_GROUP, _HYPER = constant(Group), constant(Hyper)
 
 
 @jit

@@ -8,8 +8,8 @@ transposed `x` with `causal`, and a gradient that is not contiguous.
 
 Files: ``rule.py`` is the specification in plain torch. ``rows.py`` has the kernels for the last dimension, exact and
 fast, and ``strided.py`` those for others, which are fast, both with the arithmetic of ``arithmetic.py`` on tensors seen
-as ``layout.py`` says. ``cpu.py`` launches the C++ of exact rows. ``dispatch.py`` chooses between these, the rule, and
-torch's kernels for fast softmax on a CPU; ``public.py`` checks arguments.
+as ``layout.py`` says. ``dispatch.py`` chooses between these, the rule, on a CPU the C++ of exact rows, and torch's
+kernels for fast softmax there; ``public.py`` checks arguments.
 """
 
 from halfstep.kernels.softmax.public import log_softmax, softmax

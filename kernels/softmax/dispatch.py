@@ -1,28 +1,32 @@
 """Which implementation runs: the rule, torch's or C++ on a CPU, or Triton's, over rows or across; what is copied.
 
 And the operators ``halfstep::softmax`` and ``halfstep::softmax_backward``, with derivatives and batching. Arguments of
-both are two tensors, then ``dim`` (from the end), ``scale``, ``causal``, ``log``, ``exact``, ``dtype`` of the result.
+both are two tensors, then those of `rule.Options`, with a `dim` that is counted from the end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import partial
 from typing import Any
 
 import torch
 
+from halfstep.kernels import native
 from halfstep.kernels.backend import chosen, resolve
-from halfstep.kernels.multi_tensor import check_addresses
+from halfstep.kernels.multi_tensor import DTYPE_CODES, address, check_addresses
 from halfstep.kernels.op import Op, batch_first, no_forward_mode
-from halfstep.kernels.softmax import cpu, rows, rule, strided
-from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
+from halfstep.kernels.softmax import rows, rule, strided
+from halfstep.kernels.softmax.layout import Layout, is_transposed, outer_dimensions
+from halfstep.kernels.softmax.rule import Options
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
 # row. What needs more is left to the rule, as are rows of more groups than `rows.LONGEST` has.
 LONGEST = 2**31 - 2**20
 # The sum of torch's kernels loses digits over longer fp32 rows: 41 against 6 units in the last place at 2^20 columns.
 LONGEST_OF_TORCH = 2**14
+_MASK_CODES = {torch.bool: -2, **DTYPE_CODES}  # -1 stands for none
 
 
 def _implementation(x: torch.Tensor, dim: int, exact: bool, *dtypes: torch.dtype) -> str:
@@ -35,22 +39,33 @@ def _implementation(x: torch.Tensor, dim: int, exact: bool, *dtypes: torch.dtype
     return resolve(x.device, "softmax")
 
 
-def forward(
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    dim: int,
-    scale: float,
-    causal: bool,
-    log: bool,
-    exact: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _native_forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
+    x, mask = layout.x, layout.mask
+    numbers = (ctypes.c_int64 * 11)(*layout.sizes, *layout.x_strides, *layout.mask_strides)
+    addresses = address(x), None if mask is None else address(mask), address(y)
+    codes = DTYPE_CODES[x.dtype], -1 if mask is None else _MASK_CODES[mask.dtype], DTYPE_CODES[y.dtype]
+    native.library("softmax").halfstep_softmax(
+        *addresses, numbers, x.shape[-1], queries, scale, *codes, log, native.threads()
+    )
+
+
+def _native_backward(
+    grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool
+) -> None:
+    codes = DTYPE_CODES[y.dtype], DTYPE_CODES[dx.dtype]
+    native.library("softmax").halfstep_softmax_backward(
+        *map(address, (grad, y, dx)), *y.shape, queries, scale, *codes, log, native.threads()
+    )
+
+
+def forward(x: torch.Tensor, mask: torch.Tensor | None, *of: Any) -> torch.Tensor:
+    dim, scale, causal, log, exact, dtype = options = Options(*of)
     check_addresses(x, mask)
     implementation = _implementation(x, dim, exact, dtype)
     if implementation == "reference":
-        return rule.forward(x, mask, dim, scale, causal, log, exact, dtype)
+        return rule.forward(x, mask, options)
     if implementation == "torch":
-        return _forward_of_torch(x, mask, dim, scale, causal, log, dtype)
+        return _forward_of_torch(x, mask, options)
     exact = exact or implementation == "native"
     # The memory of a lazy negation (``x.conj().imag``) holds the opposite numbers.
     x = x.resolve_neg()
@@ -71,7 +86,7 @@ def forward(
         strided.forward(outer_dimensions(x, mask, into, dim, True), into, scale, x.shape[dim], log)
         return y
     queries = x.shape[-2] if causal else 0
-    launch = cpu.forward if implementation == "native" else partial(rows.forward, exact=exact)
+    launch = _native_forward if implementation == "native" else partial(rows.forward, exact=exact)
     if dim != -1:  # copied
         x, into = x.movedim(dim, -1), into.movedim(dim, -1)
         mask = None if mask is None else mask.movedim(dim, -1)
@@ -83,23 +98,15 @@ def forward(
     return y
 
 
-def backward(
-    grad: torch.Tensor,
-    y: torch.Tensor,
-    dim: int,
-    scale: float,
-    causal: bool,
-    log: bool,
-    exact: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def backward(grad: torch.Tensor, y: torch.Tensor, *of: Any) -> torch.Tensor:
+    dim, scale, causal, log, exact, dtype = options = Options(*of)
     check_addresses(grad, y)
     implementation = _implementation(y, dim, exact, grad.dtype, dtype)
     if implementation == "reference":
-        return rule.backward(grad, y, dim, scale, causal, log, exact, dtype)
+        return rule.backward(grad, y, options)
     if implementation == "torch":
         if log or causal or scale != 1.0 or y.shape[dim] > LONGEST_OF_TORCH or not grad.dtype == y.dtype == dtype:
-            return rule.backward(grad, y, dim, scale, causal, log, False, dtype)
+            return rule.backward(grad, y, options)
         return torch._softmax_backward_data(grad, y, dim, dtype).contiguous()
     exact = exact or implementation == "native"
     grad, y = grad.resolve_neg(), y.resolve_neg()
@@ -118,17 +125,16 @@ def backward(
         grad, y = grad.movedim(dim, -1), y.movedim(dim, -1)
         into = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
     grad, y = (tensor.contiguous().view(-1, tensor.shape[dim if inner == 1 else -1]) for tensor in (grad, y))
-    launch = cpu.backward if implementation == "native" else partial(rows.backward, exact=exact)
+    launch = _native_backward if implementation == "native" else partial(rows.backward, exact=exact)
     launch(grad, y, into, scale, queries, log)
     return dx if into is dx else dx.copy_(into.movedim(-1, dim))
 
 
-def _forward_of_torch(
-    x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
-) -> torch.Tensor:
+def _forward_of_torch(x: torch.Tensor, mask: torch.Tensor | None, options: Options) -> torch.Tensor:
     """torch's own kernels, and our rule where they have none or another."""
+    dim, scale, causal, log, _, dtype = options
     if x.numel() == 0 or x.shape[dim] > LONGEST_OF_TORCH:
-        return rule.forward(x, mask, dim, scale, causal, log, False, dtype)
+        return rule.forward(x, mask, options)
     plain = mask is None and not causal and scale == 1.0
     # With another dtype of the result, torch rounds before it computes. In 16 bits its logarithm, and its kernel for
     # other dimensions than the last, round on the way.

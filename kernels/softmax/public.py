@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from halfstep.kernels.multi_tensor import check_tensor
 from halfstep.kernels.softmax.dispatch import softmax as operator
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -14,15 +15,7 @@ _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 def _check_mask(x: torch.Tensor, mask: Any) -> None:
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(
-            f"Expected mask to be None or a tensor, but got a {type(mask).__name__}: use torch.as_tensor(mask)"
-        )
-    if mask.dtype not in (torch.bool, *FLOATS):
-        raise TypeError(
-            "Expected mask to have dtype bool (True = keep), or float32, float16, bfloat16 or float64 "
-            f"(added to scale * x), but got {mask.dtype}: convert it with .bool() or .to()"
-        )
+    check_tensor(mask, "mask", (torch.bool, *FLOATS))
     if mask.device != x.device:
         raise ValueError(
             f"Expected mask to be on the device of x, {x.device}, but got {mask.device}: use mask.to(x.device)"
@@ -41,14 +34,7 @@ def _check_mask(x: torch.Tensor, mask: Any) -> None:
 def _checked(
     x: Any, dim: Any, scale: float, mask: Any, causal: bool, dtype: torch.dtype | None, precision: Any, log: bool
 ) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"Expected x to be a tensor, but got a {type(x).__name__}: use torch.as_tensor(x)")
-    if x.dtype not in FLOATS:
-        raise TypeError(
-            f"Expected x to have dtype float32, float16, bfloat16 or float64, but got {x.dtype}: convert it with .to()"
-        )
-    if x.layout != torch.strided:
-        raise TypeError(f"Expected x to be a dense tensor, but got layout {x.layout}: use .to_dense()")
+    check_tensor(x, "x", FLOATS)
     if dtype is None:
         dtype = x.dtype
     elif dtype not in FLOATS:

@@ -28,12 +28,22 @@ and of dx are positive.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from halfstep.kernels.exponential import reference_exp, reference_log
 
 GROUP = 2048  # columns
+
+
+class Options(NamedTuple):
+    dim: int
+    scale: float
+    causal: bool
+    log: bool
+    exact: bool
+    dtype: torch.dtype  # of the result
 
 
 def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -91,17 +101,9 @@ def _exact_sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
     return folded(folded(_groups(terms, dim, 0.0))).unsqueeze(dim)
 
 
-def forward(
-    x: torch.Tensor,
-    mask: torch.Tensor | None,
-    dim: int,
-    scale: float,
-    causal: bool,
-    log: bool,
-    exact: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """y in `dtype`, of the shape of `x`; arguments as in `halfstep.softmax`."""
+def forward(x: torch.Tensor, mask: torch.Tensor | None, options: Options) -> torch.Tensor:
+    """y, of the shape of `x`; arguments as in `halfstep.softmax`."""
+    dim, scale, causal, log, exact, dtype = options
     compute = math_dtype(x.dtype, dtype)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -125,10 +127,9 @@ def _constants(y: torch.Tensor, causal: bool, log: bool) -> torch.Tensor | None:
     return y == -math.inf if dropped is None else dropped | (y == -math.inf)
 
 
-def backward(
-    dy: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, exact: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    """dx in `dtype`, from the result and its gradient."""
+def backward(dy: torch.Tensor, y: torch.Tensor, options: Options) -> torch.Tensor:
+    """dx, from the result and its gradient."""
+    dim, scale, causal, log, exact, dtype = options
     compute = math_dtype(dy.dtype, y.dtype, dtype)
     if y.numel() == 0:
         return torch.empty(y.shape, dtype=dtype, device=y.device)

@@ -99,13 +99,15 @@ def test_threads_do_not_read_each_others_tables() -> None:
 
 # -------------------------------------------------------------------------------------------------------------- checks
 
+REMEDY = ": use torch.as_tensor() or leave it out"
+
 
 @pytest.mark.parametrize(
     ("tensors", "error", "message"),
     [
         (torch.ones(3), TypeError, "Expected grads to be a list of tensors, but got one tensor: pass [grads]"),
-        ([torch.ones(1), None], TypeError, "Expected grads[1] to be a tensor, but got a NoneType"),
-        ([1.0], TypeError, "Expected grads[0] to be a tensor, but got a float"),
+        ([torch.ones(1), None], TypeError, "Expected grads[1] to be a tensor, but got a NoneType" + REMEDY),
+        ([1.0], TypeError, "Expected grads[0] to be a tensor, but got a float" + REMEDY),
         (
             [torch.ones(2).to_sparse()],
             TypeError,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
-from halfstep.kernels.philox import reference_words, words_of, words_of_runs
+from halfstep.kernels.philox import reference_words, words_of, words_of_groups
 
 pytestmark = pytest.mark.sample(3)
 
@@ -90,7 +90,7 @@ def every_word_kernel(out, first, seed, step, stream, n, DRAWS: tl.constexpr, BL
 @jit
 def runs_kernel(out, first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
     firsts = tl.load(first) + EACH * tl.arange(0, BLOCK // EACH)
-    word, second, third = words_of_runs(firsts, tl.load(seed), step, stream, DRAWS, EACH, BLOCK)
+    word, second, third = words_of_groups(firsts >> 3, firsts, tl.load(seed), step, stream, DRAWS, EACH, BLOCK)
     lane = tl.arange(0, BLOCK)
     tl.store(out + lane, word.to(tl.int64))
     tl.store(out + BLOCK + lane, second.to(tl.int64))

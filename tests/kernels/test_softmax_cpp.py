@@ -54,12 +54,12 @@ def check(
 ) -> None:
     options = -1, scale, causal, log, True
     y = dispatch.forward(x, mask, *options, dtype)
-    expected = rule.forward(x, mask, *options, dtype)
+    expected = rule.forward(x, mask, rule.Options(*options, dtype))
     what = (tuple(x.shape), x.dtype, dtype, scale, causal, None if mask is None else (mask.dtype, mask.stride()))
     assert_same_bits(y, expected, what)
     dy = placed(normal(y.numel(), FP32, 1).to(dtype).view(y.shape), torch.device("cpu"), 3)
     dx = dispatch.backward(dy, y, *options, x.dtype)
-    assert_same_bits(dx, rule.backward(dy, y, *options, x.dtype), (*what, "backward"))
+    assert_same_bits(dx, rule.backward(dy, y, rule.Options(*options, x.dtype)), (*what, "backward"))
 
 
 @LOG
@@ -90,9 +90,9 @@ def test_causal_rows_of_several_groups(log: bool) -> None:
     x[2056, 2057] = NAN  # above the diagonal
     y = dispatch.forward(x, None, -1, 0.25, True, log, True, BF16)
     dx = dispatch.backward(dy, y, -1, 0.25, True, log, True, BF16)
-    last, options = slice(2040, None), (-1, 0.25, False, log, True, BF16)
-    assert_same_bits(y[last], rule.forward(x[last], torch.ones(2060, 2060).tril()[last] > 0, *options))
-    assert_same_bits(dx[last], rule.backward(dy[last], y[last], *options))
+    last, options = slice(2040, None), rule.Options(-1, 0.25, False, log, True, BF16)
+    assert_same_bits(y[last], rule.forward(x[last], torch.ones(2060, 2060).tril()[last] > 0, options))
+    assert_same_bits(dx[last], rule.backward(dy[last], y[last], options))
 
 
 @LOG

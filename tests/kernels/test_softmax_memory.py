@@ -156,7 +156,7 @@ def check(dtype, columns, step, strided):
     assert far.stride(0) * (columns - 1) > 2**31
     far.copy_(near)
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
-    expected = rule.forward(x, near, -1, 1.0, False, False, True, torch.float32)
+    expected = rule.forward(x, near, rule.Options(-1, 1.0, False, False, True, torch.float32))
     with halfstep.backend("triton"):
         assert torch.equal(halfstep.softmax(x, mask=far, precision="exact"), expected), (dtype, columns)
         if strided:

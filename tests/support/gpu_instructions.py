@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from halfstep.kernels.backend import jit, tl
-from halfstep.kernels.block_instructions import UPDATES, UPDATES_OPERANDS
+from halfstep.kernels.block_instructions import update_assembly, update_constraints
 
 NAN = 0x7FFFFFFF  # the NaN that arithmetic gives
 # Zeros, subnormal and normal numbers, infinities, and quiet and signaling NaNs, of both signs.
@@ -125,7 +125,7 @@ def root_and_quotient(
     signs = np.arange(moments, dtype=np.uint32) << 31
     m = torch.from_numpy((FIRST | mantissas | signs).view(np.float32)).to(device)
     wrong, first_wrong = torch.empty(2, count // BLOCK, dtype=torch.int32, device=device)
-    assembly, operands = UPDATES.value[0, False, paired], UPDATES_OPERANDS.value[0, False]
+    assembly, operands = update_assembly(0, False, paired), update_constraints(0, False)
     _update_kernel[(count // BLOCK,)](
         m, moments, wrong, first_wrong, first, least, assembly, operands, BLOCK, enable_fp_fusion=False
     )
