@@ -23,9 +23,7 @@ _FP32 = formats.element("fp32")
 
 def code_dtype(form: Format) -> type:
     """The smallest unsigned integer type that holds a code."""
-    return next(
-        t for t, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32), (np.uint64, 64)) if form.bits <= bits
-    )
+    return np.min_scalar_type(form.codes - 1).type
 
 
 def encode_array(

@@ -37,10 +37,7 @@ from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.exact import Number, code_of, decode_exact, power_of_two
 from halfstep.numerics.formats.table import BlockFormat, formats
 
-LEAST_GLOBAL, LARGEST_GLOBAL = (
-    2.0**-117,
-    2.0**118,
-)  # between them, no reciprocal above is a subnormal number or infinite
+LEAST_GLOBAL, LARGEST_GLOBAL = 2.0**-117, 2.0**118  # between them, no reciprocal above is subnormal or infinite
 _FP32 = formats.element("fp32")
 
 
@@ -99,15 +96,9 @@ def quotient(number: Number, scale: Fraction, form: BlockFormat, g: Fraction = F
 
 
 def encode_block(
-    values: Iterable[Any],
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    subnormals: bool = True,
-    words: Sequence[int] | None = None,
-    global_scale: Fraction | float = Fraction(1),
-) -> tuple[list[int], int]:
+    values: Iterable[Any], format: Any, rounding: str = "nearest", *, overflow: str = "inf", subnormals: bool = True,
+    words: Sequence[int] | None = None, global_scale: Fraction | float = Fraction(1),
+) -> tuple[list[int], int]:  # fmt: skip
     """The codes and the scale of one block, computed in rational arithmetic.
 
     Args:

@@ -51,28 +51,18 @@ LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
 LARGEST_TEXT = 4000  # characters
 LARGEST_POWER = 65536  # of two; about 19,700 of ten
 _LARGEST_SUM = 1000  # characters besides literals, which Python's parser and the recursion here can take
-
 _QUIET = 1 << 51  # of a float64 NaN
-
 
 # A float for an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents.
 Number = Fraction | float
-
 
 # ------------------------------------------------------------------------------------------------------------- rounding
 
 
 def encode_exact(
-    value: Any,
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    seed: int | None = None,
-    offset: int = 0,
-) -> int:
+    value: Any, format: Any, rounding: str = "nearest", *, overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, seed: int | None = None, offset: int = 0,
+) -> int:  # fmt: skip
     """The code of one number, computed in rational arithmetic. The arguments are those of `codec.encode`.
 
     Examples:
@@ -89,14 +79,9 @@ def encode_exact(
 
 
 def code_of(
-    number: Number,
-    form: Format,
-    rounding: str = "nearest",
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    word: int = 0,
-) -> int:
+    number: Number, form: Format, rounding: str = "nearest", overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, word: int = 0,
+) -> int:  # fmt: skip
     """`encode_exact` of a number that `exact` returned, with options that were checked and the random word."""
     if number != number:
         return nan_code(struct.unpack("<Q", struct.pack("<d", number))[0], form, nan)
@@ -196,8 +181,7 @@ def nan_code(pattern: Any, form: Format, nan: str) -> Any:
         )
     if form.nan_code is None:
         raise ValueError(
-            f"Expected values without NaN for {form.name}, which has none, but got one: pass nan='zero', or replace it "
-            "before"
+            f"Expected values without NaN for {form.name}, which has none, but got one: pass nan='zero', or replace it"
         )
     if nan == "canonical" or form.kind not in ("ieee", "fn"):
         return form.nan_code
@@ -214,22 +198,17 @@ def check_options(
         if value not in allowed:
             raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}")
     if overflow == "nan" and not form.has_nan:
-        raise ValueError(
-            f"Expected overflow to be 'inf' or 'saturate' for {form.name}, which has no NaN, but got 'nan'"
-        )
+        raise ValueError(f"Expected overflow to be 'inf' or 'saturate' for {form.name}, without NaN, but got 'nan'")
     if not isinstance(subnormals, bool):
         raise TypeError(f"Expected subnormals to be True (kept) or False (flushed to zero), but got {subnormals!r}")
     for name, number, largest in (("seed", 0 if seed is None else seed, 2**63 - 1), ("offset", offset, LARGEST_OFFSET)):
         if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(
-                f"Expected {name} to be an integer from 0 to {largest}, but got {number!r}, a {type(number).__name__}"
-            )
+            raise TypeError(f"Expected {name} to be an integer from 0 to {largest}, but got {number!r}")
         if not 0 <= number <= largest:
             raise ValueError(f"Expected {name} to be from 0 to {largest}, but got {number}")
     if seed is not None and rounding != "stochastic":
         raise ValueError(
-            f"Expected seed to be None with rounding={rounding!r}, which uses no random numbers, but got {seed}: leave "
-            "it out, or pass rounding='stochastic'"
+            f"Expected seed to be None with rounding={rounding!r}, but got {seed}: leave it out, or pass 'stochastic'"
         )
 
 
@@ -301,34 +280,24 @@ def ulp_exact(value: Any, format: Any) -> Number:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The numbers of a format around a number.
-
-    Attributes:
-        value: the number.
-        exact: whether `value` is a number of the format. `below` and `above` are then `value` itself.
-        below, above: the numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or
-            NaN in a format without infinity, or None in a format without both.
-        midpoint: the middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest
-            number it is the middle between that and the next number if there were one. None if `exact`, or if there is
-            no number on the other side.
-        nearest: the number that ``"nearest"`` chooses, with ties to even.
-        code_below, code_above, code_nearest: the codes of these numbers.
-        ulp: the distance between the format's numbers around `value`.
-        previous, next: the numbers strictly below and above `value`: `next_down` and `next_up`.
-    """
+    """The numbers of a format around a number, as returned by `neighbours`."""
 
     value: Number
-    exact: bool
+    exact: bool  # whether `value` is a number of the format. `below` and `above` are then `value` itself
+    # The numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or NaN in a format
+    # without infinity, or None in a format without both.
     below: Number | None
     above: Number | None
+    # The middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest number it is the
+    # middle between that and the next number if there were one. None if `exact`, or if no number is on the other side.
     midpoint: Fraction | None
-    nearest: Number
+    nearest: Number  # that ``"nearest"`` chooses, with ties to even
     code_below: int | None
     code_above: int | None
     code_nearest: int
-    ulp: Number
-    previous: Number
-    next: Number
+    ulp: Number  # the distance between the format's numbers around `value`
+    previous: Number  # strictly below `value`: `next_down`
+    next: Number  # strictly above `value`: `next_up`
 
     @property
     def error(self) -> Fraction | None:
