@@ -23,7 +23,7 @@ _FP32 = formats.element("fp32")
 
 def code_dtype(form: Format) -> type:
     """The smallest unsigned integer type that holds a code."""
-    return np.min_scalar_type(form.codes - 1).type
+    return np.dtype(f"uint{max(8, 1 << (form.bits - 1).bit_length())}").type
 
 
 def encode_array(

@@ -181,7 +181,8 @@ def nan_code(pattern: Any, form: Format, nan: str) -> Any:
         )
     if form.nan_code is None:
         raise ValueError(
-            f"Expected values without NaN for {form.name}, which has none, but got one: pass nan='zero', or replace it"
+            f"Expected values without NaN for {form.name}, which has none, but got one: pass nan='zero', or replace it "
+            "before"
         )
     if nan == "canonical" or form.kind not in ("ieee", "fn"):
         return form.nan_code
@@ -208,7 +209,8 @@ def check_options(
             raise ValueError(f"Expected {name} to be from 0 to {largest}, but got {number}")
     if seed is not None and rounding != "stochastic":
         raise ValueError(
-            f"Expected seed to be None with rounding={rounding!r}, but got {seed}: leave it out, or pass 'stochastic'"
+            f"Expected seed to be None with rounding={rounding!r}, which uses no random numbers, but got {seed}: leave "
+            "it out, or pass rounding='stochastic'"
         )
 
 

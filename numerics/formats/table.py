@@ -201,9 +201,13 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"Expected {name} to be an integer, but got {value!r}")
         if not low <= value <= high:
-            raise ValueError(f"Expected {name} to be from {low} to {high}, the bits of float64, but got {value}")
+            raise ValueError(
+                f"Expected {name} to be from {low} to {high} bits, so that float64 holds every value, but got {value}"
+            )
     if kind == "ieee" and exponent == 1:
-        raise ValueError("Expected exponent to be at least 2 with kind='ieee', but got 1: it leaves no normal numbers")
+        raise ValueError(
+            "Expected exponent to be 2 bits or more with kind='ieee', but got 1: one bit leaves no normal numbers"
+        )
     usual = (1 << (exponent - 1)) - (kind != "fnuz")
     bias = usual if bias is None else bias
     name = f"e{exponent}m{mantissa}" + ("" if bias == usual else f"b{bias}") + ("" if kind == "ieee" else kind)
