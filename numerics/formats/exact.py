@@ -199,7 +199,9 @@ def check_options(
         if value not in allowed:
             raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}")
     if overflow == "nan" and not form.has_nan:
-        raise ValueError(f"Expected overflow to be 'inf' or 'saturate' for {form.name}, without NaN, but got 'nan'")
+        raise ValueError(
+            f"Expected overflow to be 'inf' or 'saturate' for {form.name}, which has no NaN, but got 'nan'"
+        )
     if not isinstance(subnormals, bool):
         raise TypeError(f"Expected subnormals to be True (kept) or False (flushed to zero), but got {subnormals!r}")
     for name, number, largest in (("seed", 0 if seed is None else seed, 2**63 - 1), ("offset", offset, LARGEST_OFFSET)):
