@@ -32,10 +32,7 @@ def _meant(word: str, words: list[str], cutoff: float) -> str:
 def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
     """A remedy for an unknown word: ``"did you mean 'fp16'? Choose from fp16, bf16"``.
 
-    Args:
-        word: the unknown word.
-        allowed: the allowed words.
-        listed: whether to list the allowed words; otherwise only the question is returned, followed by a space.
+    Without `listed`, only the question, followed by a space.
     """
     words = list(allowed)
     meant = _meant(word, words, 0.55 if listed else 0.6)

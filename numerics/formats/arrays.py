@@ -158,15 +158,9 @@ def in_order(split: Array, axes: tuple[int, ...], size: int, shape: tuple[int, .
 def encode_blocks(
     rows: Array, form: BlockFormat, rounding: str, overflow: str, subnormals: bool, words: Array | None, g: float = 1.0
 ) -> tuple[Array, Array]:
-    """`blocks.encode_block` of each row of numbers.
+    """`blocks.encode_block` of each row of numbers: uint8 codes in the shape ``(blocks, elements)`` of `rows`, and scales.
 
-    Args:
-        rows: fp32 or fp64, shape ``(blocks, elements)``; of formats with a global scale, fp64 with numbers of fp32.
-        words: uint32 of the same shape, for ``"stochastic"``.
-        g: the global scale.
-
-    Returns:
-        Codes in the shape of `rows`, and scales, one per row, in uint8.
+    Rows are fp32 or fp64; of formats with the global scale `g`, fp64 with numbers of fp32.
     """
     codes, scales = np.empty(rows.shape, np.uint8), np.empty(len(rows), np.uint8)
     step = max(BLOCK_ELEMENTS // rows.shape[1], 1)

@@ -57,14 +57,7 @@ def global_scale(largest: Number, form: BlockFormat) -> Fraction:
 
 
 def scale_code(largest: Number, form: BlockFormat, overflow: str = "inf", g: Fraction = Fraction(1)) -> int:
-    """The code of the scale of a block.
-
-    Args:
-        largest: the largest magnitude of the block; NaN if it has a NaN.
-        form: the format.
-        overflow: as of `codec.encode`: ``"inf"``, ``"nan"`` (both give NaN) or ``"saturate"``.
-        g: the global scale, of formats that have one.
-    """
+    """The code of the scale of a block with this `largest` magnitude, NaN if it has a NaN, and global scale `g`."""
     if isinstance(largest, float) and largest != 0:
         saturates = largest == math.inf and overflow == "saturate"
         return exact.beyond_code(False, form.scale, "saturate" if saturates else "nan")

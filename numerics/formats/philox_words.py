@@ -14,14 +14,9 @@ ROUNDS = 7
 
 
 def four_words(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
-    """What one call gives for elements ``8 * group`` to ``8 * group + 7``: step 0, stream 0 of `kernels.philox`.
+    """The 32-bit words of elements ``8 * group`` to ``8 * group + 7``: step 0, stream 0 of `kernels.philox`.
 
-    Args:
-        group: an int, or a numpy array of uint64.
-        seed: from 0 to 2^63 - 1.
-
-    Returns:
-        Four ints, or arrays like `group`, with values from 0 to 2^32 - 1: 16 bits per element, the lower half first.
+    Each has the 16 bits of two elements, those of the first one in the lower half.
     """
     c0, c1, c2, c3 = group & _MASK, group >> 32 & _MASK, group & 0, group & 0
     k0, k1 = seed & _MASK, seed >> 32

@@ -320,11 +320,7 @@ class _Formats(Mapping[str, Format]):
         return None if row is None else _block_formats(*row)
 
     def element(self, name: object) -> Format:
-        """The format of single numbers of a name, as `formats` itself takes it.
-
-        Raises:
-            UnknownFormat: there is no such format, or it is one of blocks.
-        """
+        """The format of single numbers of a name, as `formats` takes it. Others raise `UnknownFormat`."""
         if isinstance(name, Format):
             return name
         if block := self._block(name):

@@ -79,9 +79,7 @@ def _wraps(outer: Any, inner: Any) -> bool:
         return False
     if groups is inner_groups:
         return True
-    parameters, inner_parameters = (
-        [parameter for group in listed for parameter in group["params"]] for listed in (groups, inner_groups)
-    )
+    parameters, inner_parameters = parameters_of(outer), parameters_of(inner)
     return len(parameters) == len(inner_parameters) and all(map(is_, parameters, inner_parameters))
 
 
@@ -324,11 +322,7 @@ class GradScaler(torch.amp.GradScaler):
     def decision(self, optimizer: torch.optim.Optimizer) -> Decision | None:
         """The decision about the next step of an optimizer of halfstep, whose gradients are checked if they were not.
 
-        Returns:
-            The decision; None if no parameter has a gradient, on any rank.
-
-        Raises:
-            RuntimeError: `step` was called already since the last `update`.
+        None if no parameter has a gradient, on any rank. Raises a RuntimeError if `step` was called already.
         """
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:

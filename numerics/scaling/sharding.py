@@ -95,11 +95,8 @@ class Sharding:
 
     def elements(self, where: str) -> tuple[int, int, int]:
         """Which elements of the whole this part has: the first one, how many follow one another, and the distance from
-        the first of such a run to that of the next one.
-
-        Raises:
-            ValueError: they do not lie at equal distances. The message calls the tensor `where`.
-        """
+        the first of such a run to that of the next one. Raises a ValueError, which calls the tensor `where`, if they do
+        not lie at equal distances."""
         whole, part = tuple(self.shape), tuple(self.local.shape)
         if self.mesh is None:
             return 0, max(math.prod(whole), 1), max(math.prod(whole), 1)
@@ -139,11 +136,8 @@ class Sharding:
 
     def cut(self) -> tuple[Any, int, Ranges] | None:
         """How one dimension is cut along one dimension of the mesh: the group of ranks, the dimension, and where the
-        part of each of them begins and ends. None if this rank has the whole.
-
-        Raises:
-            ValueError: FSDP1 has flattened the tensor, or two dimensions of the mesh cut it.
-        """
+        part of each of them begins and ends. None if this rank has the whole. Raises a ValueError if FSDP1 has
+        flattened the tensor, or two dimensions of the mesh cut it."""
         cuts = [
             number
             for number, placement in enumerate(self.placements)

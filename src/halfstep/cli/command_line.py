@@ -128,10 +128,7 @@ def run(
 ) -> int:
     """Carry out a command with the parsed options. Returns its exit status (0 for None), 2, or that of `with_output`.
 
-    Args:
-        parser, argv: the parser of the command, and its arguments.
-        command: receives the options.
-        refused: exceptions besides `UsageError` whose text is an error message for the user.
+    The texts of `UsageError` and of the `refused` exceptions are error messages for the user.
     """
     refusals: tuple[type[Exception], ...] = (UsageError, *refused)
 
@@ -177,9 +174,8 @@ def typed_command(command: str, options: Iterable[tuple[str, str]]) -> str:
 def with_output(prog: str, command: Callable[[], int]) -> int:
     """Run `command` and flush standard output, so that an error of the output is reported here and not at exit.
 
-    Returns:
-        What `command` returned; 0 if the reader of a pipe closed it early, 1 if standard output cannot be written, and
-        2 if another file cannot be used.
+    Returns what `command` returned; 0 if the reader of a pipe closed it early, 1 if standard output cannot be written,
+    and 2 if another file cannot be used.
     """
     status = 0
     try:

@@ -57,10 +57,7 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
 
     A strategy that cannot offload is planned without offload, one that keeps all gradients without steps in the
     backward, and one without DDP's buckets without their views. With moments in 8 bits, strategies that cut rows of
-    parameters are left out. ``hsdp`` without ``shard`` has two groups.
-
-    Raises:
-        ValueError: the arguments cannot be used for the comparison.
+    parameters are left out. ``hsdp`` without ``shard`` has two groups. Raises a ValueError for other arguments.
     """
     gpus = arguments["gpus"]
     if gpus < 2:
