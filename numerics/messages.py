@@ -1,4 +1,4 @@
-"""Helpers for messages: percentages, printable text, suggestions, and checks that name the argument."""
+"""Helpers for messages: percentages, counts, printable text, suggestions, and checks that name the argument."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ def percent(share: float) -> str:
     if value < 0.005:
         return "<0.01"
     return ">99.9" if value > 99.94 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def count(number: float, unit: str = "") -> str:
+    """A count in at most six characters, ``"12.3k"``, or with a unit, ``"12.3 kFLOP"``."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if number < 999.5 or prefix == "E":
+            break
+        number /= 1000
+    return f"{number:.3g}{' ' if unit else ''}{prefix}{unit}"
 
 
 def printable(text: str) -> str:

@@ -158,7 +158,7 @@ def in_order(split: Array, axes: tuple[int, ...], size: int, shape: tuple[int, .
 def encode_blocks(
     rows: Array, form: BlockFormat, rounding: str, overflow: str, subnormals: bool, words: Array | None, g: float = 1.0
 ) -> tuple[Array, Array]:
-    """`blocks.encode_block` of each row of numbers: uint8 codes in the shape ``(blocks, elements)`` of `rows`, and scales.
+    """`blocks.encode_block` of each row: uint8 codes in the shape ``(blocks, elements)`` of `rows`, and scales.
 
     Rows are fp32 or fp64; of formats with the global scale `g`, fp64 with numbers of fp32.
     """

@@ -6,6 +6,7 @@ from typing import Any
 
 from halfstep.cli.plan_options import OF_A_PLAN
 from halfstep.cli.terminal import Table, text
+from halfstep.numerics.messages import count
 from halfstep.numerics.planning.sharding import BUSES
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
@@ -26,13 +27,6 @@ def unit_of(value: int, largest: int = 40) -> tuple[int, str]:
     """The largest binary unit in which `value` is at least 1, of at most ``2**largest`` bytes, and its name."""
     units = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
     return next((2**power, name) for power, name in units if power <= largest and (value >= 2**power or not power))
-
-
-def _flop(value: float) -> str:
-    prefixes = ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"), (0, ""))
-    return next(
-        f"{value / 10**power:.3g} {prefix}FLOP" for power, prefix in prefixes if value >= 10**power or not power
-    )
 
 
 def _milliseconds(amount: float, rate: float) -> str:
@@ -170,8 +164,10 @@ def sentences(content: dict[str, Any]) -> list[str]:
     timed = gpu is not None and gpu["bandwidth"] is not None
     if work is not None:
         again = work["hardware"] - work["training"]
-        recomputed = f", and {_flop(again)} recomputed for checkpointing" if again else ""
-        lines.append(f"Work of a step: {'' if work['exact'] else '≈ '}{_flop(work['training'])} per GPU{recomputed}.")
+        recomputed = f", and {count(again, 'FLOP')} recomputed for checkpointing" if again else ""
+        lines.append(
+            f"Work of a step: {'' if work['exact'] else '≈ '}{count(work['training'], 'FLOP')} per GPU{recomputed}."
+        )
     crossing = sum(sent["bytes"] for sent in plan["communication"] if sent["name"].startswith("copy "))
     if crossing:
         times = " and ".join(f"{_milliseconds(crossing, rate)} at {rate // 10**9} GB/s" for _, rate in BUSES)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from halfstep.cli.terminal import UNBROKEN, Table, rendered
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.messages import percent
+from halfstep.numerics.messages import count, percent
 
 if TYPE_CHECKING:  # `halfstep inspect` does not import torch for its texts
     from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
@@ -37,16 +37,6 @@ def shortened(name: str, room: int) -> str:
         return short
     front = (room - 1) // 2
     return f"{short[:front]}…{short[len(short) - (room - 1 - front) :]}"
-
-
-def count(number: int) -> str:
-    """A count in at most six characters: ``"999"``, ``"12.3k"``, ``"1.2G"``."""
-    value = float(number)
-    for unit in ("", "k", "M", "G", "T"):
-        if value < 999.5 or unit == "T":
-            break
-        value /= 1000
-    return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
 
 
 def power(scale: float) -> str:

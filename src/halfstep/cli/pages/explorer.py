@@ -17,25 +17,20 @@ from halfstep.cli.command_line import typed_command
 from halfstep.cli.formats import block, values
 from halfstep.cli.formats.compare import count_text, figures, lowest_exponent, pair_words, shared_in
 from halfstep.cli.formats.values import Encoded, Stored
-from halfstep.kernels.formats import BLOCKS, SCALE_RULES, BlockRow
+from halfstep.kernels.formats import BLOCKS, SCALE_RULES
 from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, Number
 from halfstep.numerics.formats.table import Format, formats
 
-
-def _rules(row: BlockRow) -> tuple[str, ...]:
-    """The rules that its name does not stand for already."""
-    return () if row.has_global_scale else SCALE_RULES[1:]
-
-
 EXAMPLE = {"x": "0.1", "f": "bf16", "g": "fp16", "r": "nearest", "o": "inf", "n": "canonical", "s": "1"}
 EXAMPLE |= {"b": "0.1 -100 500 3", "k": "mxfp8_e4m3"}
+_OF_BLOCKS = [name for row in BLOCKS for name in (row.name, *(f"{row.name}_{rule}" for rule in SCALE_RULES[1:]))]
 CHOICES = {
     "r": [[mode, mode] for mode in ENCODE_ROUNDINGS[:-1]],
     "o": [[mode, mode] for mode in OVERFLOWS],
     "n": [[mode, mode] for mode in NANS],
     "s": [["1", "kept"], ["0", "flushed to zero"]],
-    "k": [[name, name] for row in BLOCKS for name in (row.name, *(f"{row.name}_{rule}" for rule in _rules(row)))],
+    "k": [[name, name] for name in _OF_BLOCKS if name in formats],
 }
 _INTEGER = re.compile(r"\s*(0x[0-9a-f_]+|0b[01_]+|[0-9][0-9_]*)\s*", re.ASCII | re.IGNORECASE)
 _NEAR = 4  # numbers of each format that are shown below and above
