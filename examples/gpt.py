@@ -120,8 +120,7 @@ class Block(nn.Module):
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         # Checkpoint inside the module, so that FSDP2 has gathered its weights when the backward recomputes it.
         if self.recompute and torch.is_grad_enabled():
-            result: torch.Tensor = checkpoint(self.compute, x_BTC, use_reentrant=False)
-            return result
+            return checkpoint(self.compute, x_BTC, use_reentrant=False)
         return self.compute(x_BTC)
 
     def compute(self, x_BTC: torch.Tensor) -> torch.Tensor:

@@ -126,8 +126,7 @@ def now(device: torch.device) -> Any:
 
 def milliseconds(begin: Any, end: Any) -> float:
     """The time between two results of `now`. The device must have reached the second."""
-    elapsed: float = (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
-    return elapsed
+    return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
 @contextmanager
@@ -255,8 +254,7 @@ class Trainer:
     def _scale(self) -> torch.Tensor:
         """A copy of the loss scale on the device; get_scale() would wait."""
         assert self.scaler is not None
-        scale: torch.Tensor = self.scaler._get_scale_async()
-        return scale.detach().clone()
+        return self.scaler._get_scale_async().detach().clone()
 
     def flush(self, *extra: float) -> list[float]:
         """Move losses and scales from the device to the history. Returns the mean over the ranks of each of `extra`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats import exact, philox_words
+from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.table import BlockFormat, Format, formats
 
 Array = np.ndarray[Any, Any]
@@ -88,7 +88,7 @@ def _beyond(values: Array, form: Format, rounding: str, overflow: str, nan: str)
 def random_words(first: int, count: int, seed: int) -> Array:
     """The random words of elements `first` to ``first + count - 1``, as uint32."""
     groups = np.arange(first // 8, (first + count + 7) // 8, dtype=_U)
-    pairs = np.stack(philox_words.four_words(groups, seed), axis=1)
+    pairs = np.stack(exact.philox(groups, seed), axis=1)
     words = np.stack([pairs & _U(0xFFFF), pairs >> _U(16)], axis=2).reshape(-1)[first % 8 : first % 8 + count]
     return (words << _U(16) | _U(0x8000)).astype(np.uint32)
 

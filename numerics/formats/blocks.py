@@ -131,7 +131,5 @@ def decode_block(codes: Iterable[int], scale: int, format: Any, global_scale: Fr
     unit, values = decode_exact(scale, form.scale), [decode_exact(code, form.element) for code in codes]
     if unit != unit:
         return [math.nan] * len(values)
-    scale_value = Fraction(unit) * Fraction(global_scale)
-    return [
-        value if isinstance(value, float) else value * scale_value or (-0.0 if value < 0 else value) for value in values
-    ]
+    step = Fraction(unit) * Fraction(global_scale)
+    return [value if isinstance(value, float) else value * step or (-0.0 if value < 0 else value) for value in values]

@@ -353,8 +353,7 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
         raise TypeError(f"Expected a dense tensor of real numbers, but got {tensor.dtype}, {tensor.layout}")
     tensor = tensor.detach().resolve_neg().cpu().contiguous()
     if codes or not tensor.dtype.is_floating_point or tensor.dtype in (torch.float16, torch.float32, torch.float64):
-        array: Array = tensor.numpy()
-        return array
+        return tensor.numpy()
     form = formats[tensor.dtype]
     if form.bits not in (8, 16):
         raise TypeError(f"Expected a dtype with one number per element, but got {tensor.dtype}")

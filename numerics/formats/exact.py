@@ -41,13 +41,13 @@ from fractions import Fraction
 from numbers import Integral, Rational
 from typing import Any
 
-from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.table import Format, formats
 
 ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd", "stochastic")
 OVERFLOWS = ("inf", "saturate", "nan")
 NANS = ("canonical", "payload", "zero", "raise")
 LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
+PHILOX_ROUNDS = 7
 LARGEST_TEXT = 4000  # characters
 LARGEST_POWER = 65536  # of two; about 19,700 of ten
 _LARGEST_SUM = 1000  # characters besides literals, which Python's parser and the recursion here can take
@@ -72,9 +72,7 @@ def encode_exact(
     """
     form, number = formats.element(format), exact(value)
     check_options(form, rounding, overflow, nan, subnormals, seed, offset)
-    word = 0
-    if rounding == "stochastic":
-        word = philox_words.word(offset, random.getrandbits(63) if seed is None else seed)
+    word = random_word(offset, seed) if rounding == "stochastic" else 0
     return code_of(number, form, rounding, overflow, nan, subnormals, word)
 
 
@@ -169,6 +167,29 @@ def beyond_code(negative: bool, form: Format, overflow: str) -> int:
     if form.nan_code is None:  # refused by `check_options`
         raise ValueError(f"{form.name} has no NaN")
     return form.nan_code
+
+
+def philox(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
+    """The 32-bit words of elements ``8 * group`` to ``8 * group + 7``: step 0, stream 0 of `kernels.philox`.
+
+    Each has the 16 bits of two elements, those of the first one in the lower half. The same code works on Python
+    integers and on numpy arrays of uint64, which hold the products of 32-bit numbers.
+    """
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = group & mask, group >> 32 & mask, group & 0, group & 0
+    k0, k1 = seed & mask, seed >> 32
+    for _ in range(PHILOX_ROUNDS):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def random_word(index: int, seed: int | None) -> int:
+    """The random word of one element: its 16 random bits, a one and 15 zeros. Without a seed, one is drawn."""
+    words = philox(index // 8, random.getrandbits(63) if seed is None else seed)
+    both = int(words[index % 8 // 2])
+    return (both >> 16 if index % 2 else both & 0xFFFF) << 16 | 0x8000
 
 
 def nan_code(pattern: Any, form: Format, nan: str) -> Any:

@@ -179,8 +179,7 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
     for field, key in optional.items():
         if config.get(key) is not None:
             fields[field] = whole(key, config[key])
-    shape: Transformer = family(**fields)
-    return shape
+    return family(**fields)
 
 
 GIB = 2**30

@@ -89,9 +89,8 @@ def ways_to_fit(memory: int, **arguments: Any) -> list[Way]:
         if after.totals.peak <= memory:
             costs = _costs(before, after)
             shown = {name: value for name, value in options.items() if before.settings.get(name) != value}
-            solutions.append(
-                (pick, hard, Way(shown, tuple(change.text.format_map(costs) for change in changes), after))
-            )
+            texts = tuple(change.text.format_map(costs) for change in changes)
+            solutions.append((pick, hard, Way(shown, texts, after)))
             if len(solutions) == MOST_WAYS:
                 break
     return [solution for *_, solution in solutions]

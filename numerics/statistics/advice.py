@@ -89,8 +89,7 @@ class ScaleAdvice:
         return plain | {"format": self.format.name, **limits, "notes": list(self.notes)}
 
     def __str__(self) -> str:
-        text: str = shown("advice_text", self)
-        return text
+        return shown("advice_text", self)
 
     def picture(self, path: str | Path) -> None:
         """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter."""

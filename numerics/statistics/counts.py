@@ -275,8 +275,7 @@ class Statistics(Sequence[Row]):
 
     def table(self, limit: int | None = None) -> str:
         """A table of at most 80 columns: the `limit` worst tensors first (None: all), the total last; shares in %."""
-        text: str = shown("statistics_table", self, limit)
-        return text
+        return shown("statistics_table", self, limit)
 
     def __str__(self) -> str:
         return self.table(limit=20)

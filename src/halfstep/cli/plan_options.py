@@ -101,14 +101,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
 }  # fmt: skip
 # Those of a plan, by all of their names: what a state of the page can have.
-OF_A_PLAN = {
-    name: option
-    for options in OPTIONS.values()
-    for option in options
-    if option.label or option.name == "compare"
-    for name in (option.name, option.also)
-    if name
-}
+_SHOWN = [option for options in OPTIONS.values() for option in options if option.label or option.name == "compare"]
+OF_A_PLAN = {name: option for option in _SHOWN for name in (option.name, option.also) if name}
 
 
 def settings(options: argparse.Namespace) -> dict[str, str]:

@@ -165,9 +165,8 @@ def sentences(content: dict[str, Any]) -> list[str]:
     if work is not None:
         again = work["hardware"] - work["training"]
         recomputed = f", and {count(again, 'FLOP')} recomputed for checkpointing" if again else ""
-        lines.append(
-            f"Work of a step: {'' if work['exact'] else '≈ '}{count(work['training'], 'FLOP')} per GPU{recomputed}."
-        )
+        total = ("" if work["exact"] else "≈ ") + count(work["training"], "FLOP")
+        lines.append(f"Work of a step: {total} per GPU{recomputed}.")
     crossing = sum(sent["bytes"] for sent in plan["communication"] if sent["name"].startswith("copy "))
     if crossing:
         times = " and ".join(f"{_milliseconds(crossing, rate)} at {rate // 10**9} GB/s" for _, rate in BUSES)

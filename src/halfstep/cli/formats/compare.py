@@ -35,10 +35,8 @@ def figures(format: Format) -> list[tuple[str, str]]:
     codes = [f"{name} {values.code_text(code, format)}" for name, code in named if code is not None]
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
     threshold = values.overflow_threshold(format)
-    least_normal, smallest, eps = (
-        f"2^{power_of_two(Fraction(value))} = {values.short(value)}"
-        for value in (format.min_normal, format.min_subnormal, format.eps)
-    )
+    powers = (format.min_normal, format.min_subnormal, format.eps)
+    least_normal, smallest, eps = (f"2^{power_of_two(Fraction(value))} = {values.short(value)}" for value in powers)
     return [
         ("sign/exponent/mantissa", f"{fields(format)}, {size}"),
         ("bias", str(format.bias)),
@@ -139,13 +137,11 @@ def pair_words(first: Format, second: Format) -> list[str]:
 
 
 def pair_dict(first: Format, second: Format) -> dict[str, Any]:
+    def ratio(name: str) -> dict[str, str | None]:
+        return values.number_dict(Fraction(getattr(first, name)) / Fraction(getattr(second, name)))
+
+    ratios = {"eps_ratio": ratio("eps"), "max_ratio": ratio("max"), "min_ratio": ratio("min_subnormal")}
     shared = shared_values(first, second)
-    ratios = {
-        f"{name.split('_')[0]}_ratio": values.number_dict(
-            Fraction(getattr(first, name)) / Fraction(getattr(second, name))
-        )
-        for name in ("eps", "max", "min_subnormal")
-    }
     only = {format.name: format.values - shared for format in (first, second)}
     words = pair_words(first, second)
     return {"formats": [first.name, second.name], "shared_values": shared, "only_in": only, **ratios, "words": words}

@@ -290,10 +290,8 @@ def overflows(number: Number, format: Format) -> bool:
         return number == number
     if format.kind == "scale" and number < 0:
         return True
-    magnitude, negative = abs(Fraction(number)), number < 0
-    return magnitude > format.max and exact.unlimited_code(magnitude, negative, format) > exact.largest_magnitude(
-        negative, format
-    )
+    size, minus = abs(Fraction(number)), number < 0
+    return size > format.max and exact.unlimited_code(size, minus, format) > exact.largest_magnitude(minus, format)
 
 
 def encoded(number: Number, format: Format, rounding: str = "nearest", overflow: str = "inf", word: int = 0) -> Encoded:

@@ -263,9 +263,8 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
     rows: list[list[Any]] = []
     for row in listed:
         limits = (row.min_subnormal, row.min_normal, row.max)
-        rows.append(
-            [row.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(values.short, limits[::2]))]
-        )
+        ends = " to ".join(map(values.short, limits[::2]))
+        rows.append([row.name, *(percent(math.log2(limit)) for limit in limits), ends])
     words = "It is not on this axis." if at is None else f"The magnitude is 2^{at:.2f}."
     step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
     ticks = [[percent(e), f"2^{e}"] for e in range(-(-low // step) * step, high + 1, step)]
