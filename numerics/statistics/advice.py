@@ -104,10 +104,8 @@ def _curves(counted: Statistics, format: Format) -> Curves:
     shift = EXPONENTS - round(math.log2(counted.scale))
 
     # The rows of three thresholds at each scale. Elements in the first and last row have left fp32's range and stay.
-    tie, normal, top = (
-        (exponent - shift - LOWEST).clip(0, ZERO - 1)
-        for exponent in (format.emin - format.mantissa - 1, format.emin, format.emax)
-    )
+    thresholds = (format.emin - format.mantissa - 1, format.emin, format.emax)
+    tie, normal, top = ((exponent - shift - LOWEST).clip(0, ZERO - 1) for exponent in thresholds)
     inside_tie, inside_top = ((row > 0) & (row < ZERO - 1) for row in (tie, top))
     flushed = below[:, tie.clip(1)] + np.where(inside_tie, cells[:, tie, 0], 0)
     small = below[:, normal.clip(1)]

@@ -12,20 +12,6 @@ from halfstep.cli.command_line import Parser, UsageError, a_path, answer, run
 from halfstep.cli.terminal import UNBROKEN
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "convert",
-        "Convert a checkpoint of an earlier version (step-….pt, or a folder with .distcp files) or of "
-        "torch.distributed.checkpoint to this version. With --model, write the model of a checkpoint as one file, "
-        "model.safetensors, which safetensors and transformers can read.",
-        "examples: halfstep convert step-00000120.pt run/step-00000120; halfstep convert --model run/step-00000120 .",
-    )
-    parser.add_argument("old", metavar="OLD", type=a_path, help="a checkpoint; it is not changed")
-    parser.add_argument("new", metavar="NEW", type=a_path, help="the folder to write; with --model, for the file")
-    parser.add_argument("--model", action="store_true", help="write only the model, for other programs")
-    return parser
-
-
 def _run(options: argparse.Namespace) -> None:
     from halfstep.integrations import checkpoint
 
@@ -40,4 +26,14 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    return run(_parser(), argv, _run, (OSError,))
+    parser = Parser(
+        "convert",
+        "Convert a checkpoint of an earlier version (step-….pt, or a folder with .distcp files) or of "
+        "torch.distributed.checkpoint to this version. With --model, write the model of a checkpoint as one file, "
+        "model.safetensors, which safetensors and transformers can read.",
+        "examples: halfstep convert step-00000120.pt run/step-00000120; halfstep convert --model run/step-00000120 .",
+    )
+    parser.add_argument("old", metavar="OLD", type=a_path, help="a checkpoint; it is not changed")
+    parser.add_argument("new", metavar="NEW", type=a_path, help="the folder to write; with --model, for the file")
+    parser.add_argument("--model", action="store_true", help="write only the model, for other programs")
+    return run(parser, argv, _run, (OSError,))

@@ -49,16 +49,13 @@ def headline(plan: dict[str, Any]) -> str:
 
 def part_rows(plan: dict[str, Any]) -> list[list[str]]:
     """Name, bytes per parameter, divisor, bytes, phase and note of each part."""
-    return [
-        [
-            part["name"],
-            "" if part["per_parameter"] is None else f"{part['per_parameter']:.4g}",
-            _several(part["divisor"]),
-            ("" if part["exact"] else "≈ ") + size(part["bytes"]),
-            *(_PHASES[part["phase"]] if part["place"] == "gpu" else "on the host", part["note"]),
-        ]
-        for part in plan["parts"]
-    ]
+    rows = []
+    for part in plan["parts"]:
+        each = "" if part["per_parameter"] is None else f"{part['per_parameter']:.4g}"
+        amount = ("" if part["exact"] else "≈ ") + size(part["bytes"])
+        phase = _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host"
+        rows.append([part["name"], each, _several(part["divisor"]), amount, phase, part["note"]])
+    return rows
 
 
 def message_rows(plan: dict[str, Any]) -> list[list[str]]:

@@ -16,7 +16,7 @@ from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import count, percent
 
 if TYPE_CHECKING:  # `halfstep inspect` does not import torch for its texts
-    from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
+    from halfstep.numerics.scaling.overflow import OverflowReport
     from halfstep.numerics.statistics.advice import ScaleAdvice
     from halfstep.numerics.statistics.counts import Row, Statistics
 
@@ -118,10 +118,8 @@ def advice_text(advice: ScaleAdvice) -> str:
     if advice.above:
         lines.append(f"  at {power(advice.above.scale)}: {advice.above.name} overflows")
     subnormal, headroom = advice.statistics.total.share("subnormal"), math.log2(advice.high / advice.scale)
-    lines.append(
-        f"  at {best}: {percent(advice.lost)} % flushed, {percent(subnormal)} % subnormal, "
-        f"{headroom:.0f} bits of headroom"
-    )
+    kept = f"{percent(subnormal)} % subnormal, {headroom:.0f} bits of headroom"
+    lines.append(f"  at {best}: {percent(advice.lost)} % flushed, {kept}")
     lines.append(_VERDICTS[advice.verdict].format(name=name))
     return "\n".join([*lines, *advice.notes])
 
@@ -130,15 +128,9 @@ def overflow_text(report: OverflowReport) -> str:
     head = f"{report.skipped} of {report.steps} steps skipped"
     if not report.parameters:
         return head
-    width = max(len(overflow.name) for overflow in report.parameters)
-    lines = [
-        f"  {row.name:{width}}  {overflow_kind(row):10}  first at step {row.first_step}, last at {row.last_step}"
-        for row in report.parameters
-    ]
-    return "\n".join([f"{head}, the last one step {report.last_skipped}", *lines])
-
-
-def overflow_kind(overflow: Overflow) -> str:
-    """For example ``"Inf 3, NaN 1"``."""
-    counts = (("Inf", overflow.inf_steps), ("NaN", overflow.nan_steps))
-    return ", ".join(f"{name} {count}" for name, count in counts if count)
+    lines, width = [f"{head}, the last one step {report.last_skipped}"], max(len(row.name) for row in report.parameters)
+    for row in report.parameters:
+        steps = (("Inf", row.inf_steps), ("NaN", row.nan_steps))
+        kinds = ", ".join(f"{name} {number}" for name, number in steps if number)
+        lines.append(f"  {row.name:{width}}  {kinds:10}  first at step {row.first_step}, last at {row.last_step}")
+    return "\n".join(lines)

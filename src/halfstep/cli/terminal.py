@@ -50,21 +50,16 @@ class Table:
 
     Args:
         header: the names of the columns, which may have several lines; empty for none.
-        rows: the cells of each row. An empty row is a horizontal line.
+        rows: the cells of each row, of str and Text. An empty row is a horizontal line.
         right: indices of the columns that are aligned to the right.
         ruled: whether the header is bold and has a line below it.
         wraps: the index of a column whose cells may be broken between words.
     """
 
     def __init__(
-        self,
-        header: Sequence[str],
-        rows: Iterable[Sequence[Any]],  # of str and Text
-        right: Iterable[int] = (),
-        *,
-        ruled: bool = False,
+        self, header: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = (), *, ruled: bool = False,
         wraps: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from rich.cells import cell_len
 
         self.header, self.right, self.ruled, self.wraps = header, set(right), ruled, wraps

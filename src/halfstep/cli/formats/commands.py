@@ -429,11 +429,9 @@ def _neighbours(number: Number, format: Format) -> dict[str, Any]:
         return dict.fromkeys(("below", "above", "midpoint", "ulp"))
     around = exact.neighbours(number, format)
     sides = {"below": around.code_below, "above": around.code_above}
-    return {
-        **{name: None if code is None else Stored(code, format).as_dict() for name, code in sides.items()},
-        "midpoint": None if around.midpoint is None else values.number_dict(around.midpoint),
-        "ulp": values.number_dict(around.ulp),
-    }
+    shown = {name: None if code is None else Stored(code, format).as_dict() for name, code in sides.items()}
+    midpoint = None if around.midpoint is None else values.number_dict(around.midpoint)
+    return {**shown, "midpoint": midpoint, "ulp": values.number_dict(around.ulp)}
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:

@@ -69,12 +69,9 @@ def _choices(state: State) -> dict[str, list[list[str]]]:
     cards = [[gpu.name, f"{gpu.name}, {gpu.memory / 2**30:g} GiB"] for gpu in CARDS.values()]
     cards += [[card, card]] if card and card.lower() not in CARDS else []  # a size, such as "24GiB"
     strategies = [[s.name, s.text if s.text.startswith(s.name) else f"{s.name}: {s.text}"] for s in STRATEGIES.values()]
+    fixed = [option for option in FIELDS.values() if option.choices]
     return {
-        **{
-            option.name: _same(option.choices, "" if option.default else "default")
-            for option in FIELDS.values()
-            if option.choices
-        },
+        **{option.name: _same(option.choices, "" if option.default else "default") for option in fixed},
         "model": [["", _NUMBER], *_same(MODELS)],
         "card": [["", "none"], *cards],
         "strategy": [["", "default"], *strategies],
