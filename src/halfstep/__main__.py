@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("halfstep", "standard output is closed; send it to a file, or to /dev/null")
         return 1
     try:
-        return with_output("halfstep", lambda: _run(arguments))
+        return with_output(" ".join(["halfstep", *arguments[:1]]), lambda: _run(arguments))
     except KeyboardInterrupt:
         print("halfstep: interrupted", file=sys.stderr, flush=True)
         return 130

@@ -126,20 +126,15 @@ def run(
     command: Callable[[argparse.Namespace], int | None],
     refused: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Carry out a command with the parsed options. Returns its exit status (0 for None), 2, or that of `with_output`.
+    """Carry out a command with the parsed options. Returns its exit status: 0 for None, 2 after a refusal.
 
     The texts of `UsageError` and of the `refused` exceptions are error messages for the user.
     """
-    refusals: tuple[type[Exception], ...] = (UsageError, *refused)
-
-    def carry_out() -> int:
-        try:
-            return command(parser.parse(argv)) or 0
-        except refusals as error:
-            complain(parser.prog, str(error))
-            return 2
-
-    return with_output(parser.prog, carry_out)
+    try:
+        return command(parser.parse(argv)) or 0
+    except (UsageError, *refused) as error:
+        complain(parser.prog, str(error))
+        return 2
 
 
 def answer(
@@ -196,4 +191,4 @@ def with_output(prog: str, command: Callable[[], int]) -> int:
 
 
 def complain(prog: str, text: str) -> None:
-    print(f"{prog}: error: {printable(text)}", file=sys.stderr)
+    print(printable(f"{prog}: error: {text}"), file=sys.stderr)
