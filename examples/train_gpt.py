@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -63,11 +63,8 @@ FINAL_SHARE = 0.05  # the final training loss is the mean over this fraction of 
 BETAS = (0.9, 0.95)  # usual for GPTs
 NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is aborted
 GRADIENT_STEPS = 20  # maximum number of steps whose gradients are counted; at most every tenth step is
-# The options that determine the bits of a run, besides precision, optimizer, text, machine and strategy.
-SETTINGS = (
-    *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
-    *("state_dtype", "master_weights", "validate_every", "init", "base", "lora", "patience"),
-)
+# The options that do not determine the bits of a run, and those of which its plan has what they stand for.
+NOT_SETTINGS = {"strategy", "accumulate", "checkpointing", "out", "save_every", "resume", "precision", "data"}
 
 
 class Run(NamedTuple):
@@ -139,12 +136,10 @@ def signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with ExitStack() as handlers:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers.callback(signal.signal, number, signal.signal(number, note))
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Trainer:
@@ -197,10 +192,9 @@ class Trainer:
         """Create the optimizer for the wrapped model. As usual, only matrices have weight decay."""
         options = self.options
         chosen: dict[str, Any] = {"lr": options.lr, "betas": BETAS}
-        if options.state_dtype != "fp32":
+        if (options.state_dtype, options.master_weights) != ("fp32", "auto"):
             chosen |= {"state_dtype": STATE_DTYPES[options.state_dtype], "rounding": "stochastic"}
-        if options.master_weights != "auto":
-            chosen |= {"master_weights": options.master_weights, "rounding": "stochastic"}
+            chosen["master_weights"] = options.master_weights
         adamw: Any = halfstep.AdamW if self.run.optimizer == "halfstep.AdamW" else torch.optim.AdamW
         trained = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
         matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
@@ -412,7 +406,7 @@ class Trainer:
 
 def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     """Everything that determines the bits of a run, except machine and strategy. It is stored in checkpoints."""
-    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings = {name: value for name, value in vars(options).items() if name not in NOT_SETTINGS}
     return {"precision": run.precision, "optimizer": run.optimizer, **settings, "data": corpus.sha256}
 
 
@@ -421,12 +415,9 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by train_gpt.py; pass a checkpoint that was, or start a new run")
-    stored = {name: state["plan"].get(name) for name in expected}
-    differing = ", ".join(  # hashes are truncated
-        f"{name} is {str(value)[:12]} and was {str(stored[name])[:12]}"
-        for name, value in expected.items()
-        if stored[name] != value
-    )
+    pairs = [(name, new, state["plan"].get(name)) for name, new in expected.items()]
+    changed = (f"{name} is {str(new)[:12]} and was {str(old)[:12]}" for name, new, old in pairs if new != old)
+    differing = ", ".join(changed)  # hashes are truncated
     if differing:
         raise CheckpointError(f"{path} is of another run: {differing}; pass its settings, or start a new run")
     return state

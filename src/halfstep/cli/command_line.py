@@ -130,9 +130,10 @@ def run(
 
     The texts of `UsageError` and of the `refused` exceptions are error messages for the user.
     """
+    refusals: tuple[type[Exception], ...] = (UsageError, *refused)
     try:
         return command(parser.parse(argv)) or 0
-    except (UsageError, *refused) as error:
+    except refusals as error:
         complain(parser.prog, str(error))
         return 2
 

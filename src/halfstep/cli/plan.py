@@ -119,17 +119,17 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     """The content of ``--json``, which docs/planning.md describes. Raises ValueError for an option that is refused."""
     arguments = _arguments(options)
     gpu = None if options.card is None else card(options.card)
-    solutions = []
+    ways = []
     if options.compare is None:
         result = plan(**arguments)
         plans = [(f"{result.layout.name}, {result.settings['strategy']}", result)]
-        solutions = [] if gpu is None else ways_to_fit(usable(gpu), **arguments)
+        ways = [] if gpu is None else ways_to_fit(usable(gpu), **arguments)
     else:
         one_of("compare", options.compare, COMPARISONS)
         plans = (compared_layouts if options.compare == "layouts" else compared_strategies)(arguments)
     changes = [
-        {"options": changed_options(solution.options), "costs": list(solution.texts), "peak": solution.plan.totals.peak}
-        for solution in solutions
+        {"options": changed_options(way.options), "costs": list(way.texts), "peak": way.plan.totals.peak}
+        for way in ways
     ]
     shown = []
     for label, result in plans:

@@ -276,11 +276,8 @@ def _encode(options: argparse.Namespace) -> Answer:
 
     rows = [(typed, [result(typed.number, format) for format in chosen]) for typed in options.numbers]
     if options.json:
-        return chosen, [
-            {"input": typed.as_dict(), **result.as_dict(), "elsewhere": result.elsewhere}
-            for typed, row in rows
-            for result in row
-        ]
+        pairs = [(typed.as_dict(), result) for typed, row in rows for result in row]
+        return chosen, [{"input": typed, **result.as_dict(), "elsewhere": result.elsewhere} for typed, result in pairs]
     blocks = []
     for typed, row in rows:
         table = _fitting(*(_encodings(row, *columns) for columns in ((24, 64, True), (16, 64), (16, 16), (24,))))

@@ -342,8 +342,7 @@ def _chances(number: Number, format: Format) -> list[tuple[Number, Fraction]]:
         return [(number, Fraction(1))]
     magnitude, step = abs(Fraction(number)), Fraction(2) ** exact.unit_exponent(Fraction(number), format)
     units, part = divmod(magnitude / step, 1)
-    coarse = format.has_subnormals and format.emin > -126 and magnitude < format.min_normal
-    steps = 2**31 if coarse else 2**32
+    steps = 2**31 if format.has_subnormals and format.emin > -126 and magnitude < format.min_normal else 2**32
     share = Fraction(part * steps // 1, steps)
     sides: list[Number] = [units * step, (units + 1) * step]
     if number < 0:

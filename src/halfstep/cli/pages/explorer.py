@@ -161,13 +161,11 @@ def _row(name: str, result: Encoded) -> list[str]:
 def _chosen(question: _Question, result: Encoded, stored: Stored) -> dict[str, Any]:
     error, value = f", {result.ulps_text} ulp" if result.error else "", values.all_digits(stored.value)
     form, modes = result.format, {"rows": _modes(question, result.format), "here": question.options["rounding"]}
+    integer = form.kind == "integer"
     return {
         "value": [values.fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
         "title": f"{_cut(question.name, 40)} in {form.name} is {stored.text(24)}: {result.outcome_text}{error}",
-        "bits": [
-            [name, digits, "" if form.kind == "integer" else str(int(digits, 2))]
-            for name, digits in stored.fields.items()
-        ],
+        "bits": [[name, bits, "" if integer else str(int(bits, 2))] for name, bits in stored.fields.items()],
         "line": _line(question, result),
         "why": _why(question, result),
         "facts": _facts(result, stored),

@@ -155,16 +155,14 @@ def _plan(state: State) -> dict[str, Any]:
     if card and card["memory"] <= whole:
         scale += f" The line is the card's {size(card['memory'])}, the dashed one what remains after the reserve."
     coloured = [part["name"] for part in at_peak(plan)]
+    ways = []
+    for way in content["ways"]:
+        shown = {"words": typed(way["options"]), "peak": size(way["peak"]), "costs": way["costs"]}
+        ways.append(shown | {"state": _without_none({**state, **way["options"]})})
     return {
         "verdict": verdict(plan),
         "headline": headline(plan),
-        "ways": [
-            {
-                **{"words": typed(solution["options"]), "peak": size(solution["peak"]), "costs": solution["costs"]},
-                "state": _without_none({**state, **solution["options"]}),
-            }
-            for solution in content["ways"]
-        ],
+        "ways": ways,
         "fits": card["fits"] if card else None,
         "bar": _bar(plan, whole),
         "scale": scale if plan["totals"]["peak"] else "Everything is on the host.",
