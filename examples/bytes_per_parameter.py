@@ -21,8 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from halfstep.cli import figures
-from halfstep.cli.command_line import output_file, picture
-from halfstep.cli.numbers import whole
+from halfstep.cli.command_line import output_file, picture, whole
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import layout
 

@@ -43,8 +43,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import halfstep
 from halfstep.bench.run_report import environment
-from halfstep.cli.command_line import Parser, UsageError, a_path, complain, make_folder, with_output
-from halfstep.cli.numbers import number, whole
+from halfstep.cli import command_line
+from halfstep.cli.command_line import Parser, UsageError, a_path, above_zero, complain, number, whole
 from halfstep.cli.terminal import Progress, say
 from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
@@ -535,7 +535,6 @@ def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the options, and fill in defaults that depend on other options."""
-    rate = number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
     decay = number(float, lambda x: x >= 0, "a finite number of at least 0, such as 0.1")
     scale = number(float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127")
     parser = Parser(
@@ -558,7 +557,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
     add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
-    add("--lr", type=rate, metavar="X", help="peak learning rate (default: depends on --size)")
+    add("--lr", type=above_zero, metavar="X", help="peak learning rate (default: depends on --size)")
     add("--warmup", type=whole(0), metavar="N", help="warm-up steps (default: a tenth of --steps)")
     add("--weight-decay", type=decay, default=0.1, metavar="X", help="weight decay of the matrices")
     add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16")
@@ -620,7 +619,7 @@ def command(options: argparse.Namespace) -> int:
     base = None if options.base is None else read_base(options.base, options.size)
     options.base = str(options.base or "")
     corpus = read_corpus(options.data, SIZES[options.size].seq)
-    make_folder(options.out)
+    command_line.make_folder(options.out)
     files = {run: file for run in runs if (file := resumed_from(run, options))}
     if options.resume == "" and not files:
         raise UsageError(
@@ -676,7 +675,7 @@ def main(argv: Sequence[str]) -> int:
                 complain("train_gpt.py", str(error))
             return 2
 
-    return with_output("train_gpt.py", run)
+    return command_line.with_output("train_gpt.py", run)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,21 @@
-"""Helpers for messages: percentages, counts, printable text, suggestions, and checks that name the argument."""
+"""Helpers for messages: percentages, counts, printable text, suggestions, checks that name the argument, presentation.
+
+`halfstep.cli` makes the texts and pictures of results. This layer must not import it, so ``halfstep/__init__.py``
+stores the name of the presenting module in `presenter`.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
+
+presenter = ""  # dotted name of the module that has the functions
+
+
+def shown(function: str, *arguments: Any) -> Any:
+    """The result of a function of the presenting module, which is imported at its first use."""
+    return getattr(importlib.import_module(presenter), function)(*arguments)
 
 
 def percent(share: float) -> str:

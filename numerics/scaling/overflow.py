@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halfstep.numerics.presentation import shown
+from halfstep.numerics.messages import shown
 
 
 @dataclass(frozen=True)

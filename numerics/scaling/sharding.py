@@ -64,21 +64,15 @@ class Ranks(NamedTuple):
 
 
 class Sharding:
-    """How a tensor lies on ranks.
-
-    Attributes:
-        shape: that of the whole tensor. FSDP1 shows a flat shard only.
-        local: this rank's part; a plain tensor itself.
-        mesh, placements: those of a DTensor; None and () for others.
-    """
+    """How a tensor lies on ranks."""
 
     __slots__ = ("_spec", "_strides", "is_flat", "local", "mesh", "placements", "shape")
 
     def __init__(self, tensor: Any) -> None:
-        self.shape, self._strides = tensor.shape, tensor.stride()
+        self.shape, self._strides = tensor.shape, tensor.stride()  # of the whole; FSDP1 shows a flat shard only
         self.local, self.is_flat = local(tensor), is_flat(tensor)
         self._spec = getattr(tensor, "_spec", None) if is_sharded(tensor) else None
-        self.mesh = None if self._spec is None else self._spec.mesh
+        self.mesh = None if self._spec is None else self._spec.mesh  # and placements: those of a DTensor
         self.placements: tuple[Any, ...] = () if self._spec is None else tuple(self._spec.placements)
 
     def __str__(self) -> str:
@@ -338,21 +332,14 @@ def agreement(spread: Sequence[Ranks], further: Ranks | None, world: World) -> A
 
 
 class Topology:
-    """How an optimizer's parameters are distributed over ranks.
-
-    Attributes:
-        parameters: all parameters of the optimizer, in its order.
-        world: the default group.
-        number_of: for each parameter the number of its sharding, 0 for plain tensors; or None if all are plain.
-        members, groups, counted: those of `Agreement`.
-        settled: whether gradients need no `settle_gradients`.
-    """
+    """How an optimizer's parameters, in its order, are distributed over the ranks of the default group, `world`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None, world: Any = None) -> None:
         self.parameters, self.world = list(parameters), world
-        self.settled = not any(map(is_sharded, self.parameters))
+        self.settled = not any(map(is_sharded, self.parameters))  # whether gradients need no `settle_gradients`
         numbers: dict[Ranks | None, int] = {None: 0}
         number_of = [numbers.setdefault(ranks, len(numbers)) for ranks in self._ranks(process_group is not None)]
+        # For each parameter the number of its sharding, 0 for plain tensors; None if all are plain.
         self.number_of = number_of if len(numbers) > 1 else None
         spread = [ranks for ranks in numbers if ranks is not None]
         further, agreed = Ranks.of_group(process_group), Agreement()

@@ -25,8 +25,7 @@ import torch
 
 from halfstep.kernels.cells import CELLS, CLASSES, LOWEST, ROWS, ZERO
 from halfstep.numerics.formats.table import Format, formats
-from halfstep.numerics.messages import percent
-from halfstep.numerics.presentation import shown
+from halfstep.numerics.messages import percent, shown
 from halfstep.numerics.statistics.counts import Statistics, checked_scale, statistics
 from halfstep.numerics.statistics.named_tensors import named_tensors
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from halfstep.kernels.cells import CELLS, CLASSES, ERROR_BINS, LOWEST, PER_OCTAVE, ROWS, ZERO, Grid, width
 from halfstep.numerics.formats.table import Format, formats
-from halfstep.numerics.presentation import shown
+from halfstep.numerics.messages import shown
 
 if TYPE_CHECKING:  # torch takes longer to import than many a checkpoint to count
     import torch

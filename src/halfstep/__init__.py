@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from halfstep._version import __version__
-from halfstep.numerics import presentation
+from halfstep.numerics import messages
 
 if TYPE_CHECKING:
     from halfstep.integrations.doctor import doctor
@@ -54,7 +54,7 @@ __all__ = [
     "softmax", "statistics",
 ]  # fmt: skip
 
-presentation.module = "halfstep.cli.results"  # results do not know who words and draws them
+messages.presenter = "halfstep.cli.results"  # results do not know who words and draws them
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
-from halfstep.cli.numbers import number, whole
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, number, picture, run, whole
 from halfstep.cli.results import COLUMNS, SHARES, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
 from halfstep.numerics.formats.exact import parse_number

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from halfstep.cli.command_line import Parser, output_file
-from halfstep.cli.numbers import count, whole
+from halfstep.cli.command_line import Parser, count, output_file, whole
 from halfstep.numerics.planning import CARDS, CHECKPOINTING, MODELS, OPTIMIZERS, PRECISIONS, STRATEGIES
 from halfstep.numerics.planning.layouts import MOMENTS
 from halfstep.numerics.planning.plans import USUAL_BUCKET

@@ -1,6 +1,6 @@
 """The texts of results: statistics of tensors, advice on a loss scale, overflows; and the functions that draw them.
 
-`numerics.presentation` calls these by name: ``str(result)``, ``result.table()`` and ``result.picture(path)``. Plain
+`numerics.messages.shown` calls these by name: ``str(result)``, ``result.table()`` and ``result.picture(path)``. Plain
 text, at most 80 columns.
 """
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.text import Text
 
-from halfstep.cli import command_line, numbers
-from halfstep.cli.command_line import UsageError
+from halfstep.cli import command_line
+from halfstep.cli.command_line import UsageError, whole
 from halfstep.cli.figures import INSTALL
 from halfstep.cli.formats import block, compare, values
 from halfstep.cli.formats.values import Encoded, Stored
@@ -260,7 +260,7 @@ def _limits(chosen: Sequence[Format]) -> Table:
     formats_option("formats to use; several names, or several times (default: all)"),
     rounding_option(ENCODE_ROUNDINGS),
     OVERFLOW,
-    _option("--seed", type=numbers.whole(0), metavar="N", help="seed of --rounding stochastic"),
+    _option("--seed", type=whole(0), metavar="N", help="seed of --rounding stochastic"),
 )
 def _encode(options: argparse.Namespace) -> Answer:
     rounding, overflow, seed = options.rounding, options.overflow, options.seed
@@ -572,7 +572,7 @@ def _ladder(options: argparse.Namespace) -> Answer:
     _option(
         "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to start with"
     ),
-    _option("--port", type=numbers.whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
+    _option("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
     _option("--no-open", action="store_true", help="do not open the page in the browser"),
     _option(
         "--out", type=command_line.output_file, metavar="FILE", help="write one answer to FILE, and serve no page"
