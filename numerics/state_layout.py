@@ -168,14 +168,10 @@ class StateLayout:
         """The `Layout` of a kernel for this state and a dtype of the gradients; `options` are fields of its rule."""
         import torch
 
-        return kernel(
-            param=getattr(torch, _DTYPES.get(self.weight, self.weight)),
-            grad=grad,
-            state=self.dtypes[self.moments[0]] if self.moments else torch.float32,
-            master=list(MASTERS).index(self.master),
-            stochastic=self.stochastic,
-            **options,
-        )
+        param = getattr(torch, _DTYPES.get(self.weight, self.weight))
+        state = self.dtypes[self.moments[0]] if self.moments else torch.float32
+        master = list(MASTERS).index(self.master)
+        return kernel(param=param, grad=grad, state=state, master=master, stochastic=self.stochastic, **options)
 
 
 @cache

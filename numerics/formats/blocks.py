@@ -92,17 +92,10 @@ def encode_block(
     values: Iterable[Any], format: Any, rounding: str = "nearest", *, overflow: str = "inf", subnormals: bool = True,
     words: Sequence[int] | None = None, global_scale: Fraction | float = Fraction(1),
 ) -> tuple[list[int], int]:  # fmt: skip
-    """The codes and the scale of one block, computed in rational arithmetic.
+    """The code of each element of one block, and that of its scale, computed in rational arithmetic.
 
-    Args:
-        values: numbers of any type that `exact` takes, at most ``format.size`` of them.
-        format: a key of `formats` that stands for a format of blocks.
-        rounding, overflow, subnormals: as of `codec.encode`. Rounding is that of the elements.
-        words: a random word for each number, for ``"stochastic"``.
-        global_scale: of NVFP4: a number of fp32.
-
-    Returns:
-        The code of each element, and that of the scale.
+    `values` are at most ``format.size`` numbers of any type that `exact` takes, and `words` a random word for each, for
+    ``"stochastic"``. The options are those of `codec.encode`; rounding is that of the elements.
 
     Examples:
         >>> from halfstep.numerics.formats.blocks import encode_block

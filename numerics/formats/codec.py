@@ -33,18 +33,10 @@ Axes = int | tuple[int, int]
 
 
 def encode(
-    values: Any,
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    seed: int | None = None,
-    offset: int = 0,
-    axis: Axes | None = None,
+    values: Any, format: Any, rounding: str = "nearest", *, overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, seed: int | None = None, offset: int = 0, axis: Axes | None = None,
     global_scale: float | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Encode values in a format. Each value is rounded once.
 
     In a format of blocks, such as ``"mxfp8"``, consecutive values share a scale; `halfstep.numerics.formats.blocks` has
@@ -175,18 +167,10 @@ def decode(codes: Any, format: Any, *, axis: Axes | None = None) -> Any:
 
 
 def round_to(
-    values: Any,
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    seed: int | None = None,
-    offset: int = 0,
-    axis: Axes | None = None,
+    values: Any, format: Any, rounding: str = "nearest", *, overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, seed: int | None = None, offset: int = 0, axis: Axes | None = None,
     global_scale: float | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Round values to a format: ``decode(encode(...))``. The arguments are those of `encode`.
 
     Returns:
@@ -280,16 +264,10 @@ def _each(values: Any, function: Callable[[Any], Any]) -> Any:
     array = _prepared(values)
     if array.dtype == np.float32:  # by its code: astype reads subnormals as zeros after set_flush_denormal(True)
         array = decode_array(array.view(np.uint32), formats["fp32"])
-    numbers = [_float(function(value)) for value in array.reshape(-1).tolist()]
+    results = map(function, array.reshape(-1).tolist())
+    numbers = [np.inf if number >= 2**1024 else float(number) for number in results]  # as may be the ulp of a Fraction
     result = np.array(numbers, dtype=np.float64).reshape(array.shape)
     return result if isinstance(values, np.ndarray) else result[()]
-
-
-def _float(number: Any) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # the ulp of a number beyond float64
-        return float("inf")
 
 
 # ------------------------------------------------------------------------------------------------------------- sources

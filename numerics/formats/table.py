@@ -233,8 +233,7 @@ def _row(
         row = KERNEL_FORMATS[name]
         fields, torch = (row.exponent, row.mantissa, row.bias, row.kind), row.torch
     exponent, mantissa, bias, kind = fields
-    makers = tuple(hardware.split(", "))
-    names = (tuple(aliases.split()), torch, numpy, ml_dtypes, makers)
+    names = (tuple(aliases.split()), torch, numpy, ml_dtypes, tuple(hardware.split(", ")))
     return Format(name, title, exponent, mantissa, bias, kind, *names, container or None)
 
 

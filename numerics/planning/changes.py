@@ -135,13 +135,10 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
         yield [Change({"seq": shorter[i]}, context[i], 3 + i) for i in range(len(shorter))]
         yield [Change({"lora": 16}, "LoRA: {trained} trained, all weights frozen", 6)] * (settings["lora"] is None)
     yield [Change({"offload": True}, "states and steps on the host: {host}", 3)] * (not settings["offload"])
+    divided = "everything divided among {} GPUs by FSDP2: each sends {{sent}}"
     yield [
-        Change(
-            {"gpus": count, "strategy": "fsdp", **no_view},
-            f"everything divided among {count} GPUs by FSDP2: each sends {{sent}}",
-            3 + doublings if doublings else 1,
-        )
-        for doublings, count in enumerate(gpus << power for power in range(7))
+        Change({"gpus": count, "strategy": "fsdp", **no_view}, divided.format(count), 3 + power if power else 1)
+        for power, count in enumerate(gpus << power for power in range(7))
         if count <= MOST_GPUS and count > 1 and (count, "fsdp") != (gpus, settings["strategy"])
     ]
 

@@ -48,8 +48,7 @@ def names_of(
     for row, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             saved = group["param_names"][index] if group.get("param_names") else None
-            fallback = saved or f"optimizer {number}, group {row}, parameter {index}"
-            names.append(name_of.get(id(parameter), fallback))
+            names.append(name_of.get(id(parameter)) or saved or f"optimizer {number}, group {row}, parameter {index}")
     return names
 
 

@@ -35,7 +35,7 @@ from halfstep.kernels.streams import HostCopy, all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling import options
 from halfstep.numerics.scaling.decision import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
-from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
+from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, overflows
 from halfstep.numerics.scaling.sharding import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
 from halfstep.numerics.scaling.wrappers import is_zero
@@ -128,21 +128,11 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        hysteresis_refill: str = "growth",
-        write_back: bool = False,
-        process_group: Any = None,
-    ) -> None:
+        self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
+        backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True, *,
+        min_scale: float | None = None, max_scale: float | None = None, hysteresis: int = 1,
+        hysteresis_refill: str = "growth", write_back: bool = False, process_group: Any = None,
+    ) -> None:  # fmt: skip
         if hysteresis_refill not in ("growth", "clean_step"):
             raise ValueError(
                 f"Expected hysteresis_refill to be 'growth' or 'clean_step', but got {hysteresis_refill!r}"
@@ -546,13 +536,11 @@ class GradScaler(torch.amp.GradScaler):
                 optimizer was created with, or positions in the optimizer.
         """
         named = list(named_parameters)
-        rows = [
-            row
-            for number, checker in enumerate(self._checkers.values())
-            if (optimizer := checker.optimizer()) is not None
-            for counts in checker.counts.values()
-            for row in overflows(counts, names_of(optimizer, number, named))
-        ]
+        rows: list[Overflow] = []
+        for number, checker in enumerate(self._checkers.values()):
+            if (optimizer := checker.optimizer()) is not None:
+                names = names_of(optimizer, number, named)
+                rows += [row for counts in checker.counts.values() for row in overflows(counts, names)]
         rows.sort(key=lambda row: (-row.inf_steps - row.nan_steps, row.first_step, row.name))
         totals = [0, 0, 0] if self._counts is None else self._counts.tolist()
         return OverflowReport(totals[DECIDED], totals[SKIPPED], totals[LAST_SKIPPED], rows)

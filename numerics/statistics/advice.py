@@ -133,13 +133,9 @@ def _counted(gradients: Any, format: Format, scaled_by: float | torch.Tensor) ->
 
 
 def advise_scale(
-    gradients: Any,
-    format: Any = "fp16",
-    *,
-    share: float = 1e-3,
-    headroom: int = 2,
+    gradients: Any, format: Any = "fp16", *, share: float = 1e-3, headroom: int = 2,
     scaled_by: float | torch.Tensor = 1.0,
-) -> ScaleAdvice:
+) -> ScaleAdvice:  # fmt: skip
     """Recommend a loss scale, and report whether a format's range and precision suffice. Waits for the device.
 
     Args:
@@ -187,18 +183,11 @@ def advise_scale(
         verdict = "unscaled" if first <= _ONE <= last - headroom else "scaled"
     elif chosen.name != "bf16" and _fits_bf16(counted, share):
         verdict = "bf16"
-    return ScaleAdvice(
-        *(chosen, scale, low, high),
-        below=_limit(counted.names, curves.flushed, curves.numbers, first - 1),
-        above=_limit(counted.names, curves.overflow, curves.numbers, last + 1),
-        share=share,
-        headroom=headroom,
-        lost=int(curves.flushed[:, best].sum()) / int(curves.numbers.sum()),
-        verdict=verdict,
-        statistics=counted.at(scale),
-        notes=_notes(counted),
-        curves=curves,
-    )
+    below = _limit(counted.names, curves.flushed, curves.numbers, first - 1)
+    above = _limit(counted.names, curves.overflow, curves.numbers, last + 1)
+    lost = int(curves.flushed[:, best].sum()) / int(curves.numbers.sum())
+    kept, notes = counted.at(scale), _notes(counted)
+    return ScaleAdvice(chosen, scale, low, high, below, above, share, headroom, lost, verdict, kept, notes, curves)
 
 
 def _best(curves: Curves, last: int, first: int, headroom: int) -> int:

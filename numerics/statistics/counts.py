@@ -293,13 +293,9 @@ class Statistics(Sequence[Row]):
 
 
 def statistics(
-    tensors: Any,
-    format: Any = "fp16",
-    scale: float | torch.Tensor = 1.0,
-    *,
-    of: str = "parameters",
+    tensors: Any, format: Any = "fp16", scale: float | torch.Tensor = 1.0, *, of: str = "parameters",
     errors: bool = True,
-) -> Statistics:
+) -> Statistics:  # fmt: skip
     """Count where the elements of tensors, times `scale`, fall in a format, in one pass and one launch per dtype.
 
     Args:

@@ -162,11 +162,9 @@ def make_folder(path: Path) -> Path:
 
 
 def run(
-    parser: Parser,
-    argv: Sequence[str],
-    command: Callable[[argparse.Namespace], int | None],
+    parser: Parser, argv: Sequence[str], command: Callable[[argparse.Namespace], int | None],
     refused: tuple[type[Exception], ...] = (),
-) -> int:
+) -> int:  # fmt: skip
     """Carry out a command with the parsed options. Returns its exit status: 0 for None, 2 after a refusal.
 
     The texts of `UsageError` and of the `refused` exceptions are error messages for the user.

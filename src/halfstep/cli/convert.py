@@ -15,9 +15,8 @@ from halfstep.cli.terminal import UNBROKEN
 def _run(options: argparse.Namespace) -> None:
     from halfstep.integrations import checkpoint
 
-    write = checkpoint.export if options.model else checkpoint.convert
     try:
-        new = write(options.old, options.new)
+        new = (checkpoint.export if options.model else checkpoint.convert)(options.old, options.new)
     except checkpoint.CheckpointError as error:
         raise UsageError(str(error)) from error
     size = sum(file.stat().st_size for file in (new, *new.rglob("*")) if file.is_file())

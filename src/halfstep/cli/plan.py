@@ -74,8 +74,7 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
         changes["bucket_view"] = arguments["bucket_view"] and strategy.buckets and released is None
         changes["offload"] = arguments["offload"] and bool(able)
         changes["keep_weights"] = arguments["keep_weights"] and changes["offload"] and strategy.by_rows
-        label = name + (f", groups of {shard}" if shard else "")
-        plans.append((label, plan(**{**arguments, **changes})))
+        plans.append((name + (f", groups of {shard}" if shard else ""), plan(**{**arguments, **changes})))
     return plans
 
 

@@ -498,10 +498,9 @@ def _compare(options: argparse.Namespace) -> Answer:
         if name != "codes":
             style = "strong" if len(set(texts)) > 1 else ""
             figures.append([text(name, "faint"), *(text(value, style) for value in texts)])
-    words = [
-        joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
-        for first, second in pairs
-    ]
+    words = []
+    for pair in pairs:
+        words.append(joined(text(", ".join(_names(pair)), "strong"), f": {' '.join(compare.pair_words(*pair))}"))
     cells = []
     for typed, row in examples:
         stored = (result.stored.text(15) if result.stored else "-" for result in row)

@@ -210,10 +210,8 @@ def _code_in(value: Number, format: Format) -> str:
 
 def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
     value, format = stored.value, result.format
-    rows = [
-        ("format", f"{format.name}: {format.title}"),
-        ("code", f"{stored.hex} = {' '.join(stored.fields.values())}"),
-    ]
+    code = f"{stored.hex} = {' '.join(stored.fields.values())}"
+    rows = [("format", f"{format.name}: {format.title}"), ("code", code)]
     if isinstance(value, Fraction) and value:
         under = value.denominator
         fraction = f"{value.numerator}/2^{under.bit_length() - 1}" if under > 2**30 else str(value)

@@ -13,10 +13,8 @@ from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, parser
 from halfstep.cli.plan_tables import comparison, headline, message_rows, part_rows, sentences, size, typed, verdict
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES
 
-EXAMPLE = {
-    **{"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"},
-    **{"batch": "1", "seq": "4096", "checkpointing": "full"},
-}
+EXAMPLE = {"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"}
+EXAMPLE |= {"batch": "1", "seq": "4096", "checkpointing": "full"}
 # Colours of the parts on a light and on a dark ground. On the light one they are those of Okabe and Ito, which
 # colour-blind readers can tell apart; neighbours also differ in lightness.
 COLOURS = {
