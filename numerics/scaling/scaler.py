@@ -448,11 +448,9 @@ class GradScaler(torch.amp.GradScaler):
         overflow = self._agreed(overflow)
         assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
-        interval = min(self._growth_interval, 2**31 - 1)
-        rules = loss_scale.Rules(
-            *(self._growth_factor, self._backoff_factor, interval, self._hysteresis, self._refill_on_clean),
-            *(self._min_scale, self._max_scale),
-        )
+        factors = (self._growth_factor, self._backoff_factor, min(self._growth_interval, 2**31 - 1))
+        limits = (self._min_scale, self._max_scale)
+        rules = loss_scale.Rules(*factors, self._hysteresis, self._refill_on_clean, *limits)
         loss_scale.update(state, overflow, rules)
         self._host_copy.take(self._counts)
         self._scale_copy.take(scale)

@@ -490,17 +490,16 @@ def _compare(options: argparse.Namespace) -> Answer:
 
     if options.json:
         rows = [{"input": typed.as_dict(), **result.as_dict()} for typed, row in examples for result in row]
-        compared, paired = map(compare.format_dict, chosen), itertools.starmap(compare.pair_dict, pairs)
-        return chosen, [{"formats": list(compared), "pairs": list(paired), "examples": rows}]
+        properties, paired = map(compare.format_dict, chosen), itertools.starmap(compare.pair_dict, pairs)
+        return chosen, [{"formats": list(properties), "pairs": list(paired), "examples": rows}]
     figures = []
     for (name, value), *following in zip(*map(compare.figures, chosen), strict=True):
         texts = [value, *(value for _, value in following)]
         if name != "codes":
             style = "strong" if len(set(texts)) > 1 else ""
             figures.append([text(name, "faint"), *(text(value, style) for value in texts)])
-    words = []
-    for pair in pairs:
-        words.append(joined(text(", ".join(_names(pair)), "strong"), f": {' '.join(compare.pair_words(*pair))}"))
+    compared = [(", ".join(_names(pair)), " ".join(compare.pair_words(*pair))) for pair in pairs]
+    words = [joined(text(names, "strong"), f": {sentences}") for names, sentences in compared]
     cells = []
     for typed, row in examples:
         stored = (result.stored.text(15) if result.stored else "-" for result in row)
