@@ -63,7 +63,7 @@ FINAL_SHARE = 0.05  # the final training loss is the mean over this fraction of 
 BETAS = (0.9, 0.95)  # usual for GPTs
 NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is aborted
 GRADIENT_STEPS = 20  # maximum number of steps whose gradients are counted; at most every tenth step is
-# The options that do not determine the bits of a run, and those of which its plan has what they stand for.
+# The options that do not determine the bits of a run, and those that its plan has in another form.
 NOT_SETTINGS = {"strategy", "accumulate", "checkpointing", "out", "save_every", "resume", "precision", "data"}
 
 
@@ -78,8 +78,8 @@ class Run(NamedTuple):
 
 
 RUNS = {name: [Run(name, name)] for name in ("fp32", "bf16", "fp16")}
-_OF_TORCH = [Run(name, name[:4], "torch.optim.AdamW") for name in ("fp32", "bf16 without master")]
-RUNS["compare"] = [_OF_TORCH[0], *RUNS["bf16"], *RUNS["fp16"], _OF_TORCH[1]]
+RUNS["compare"] = [Run("fp32", "fp32", "torch.optim.AdamW"), *RUNS["bf16"], *RUNS["fp16"]]
+RUNS["compare"].append(Run("bf16 without master", "bf16", "torch.optim.AdamW"))
 
 
 def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module:

@@ -57,7 +57,10 @@ def global_scale(largest: Number, form: BlockFormat) -> Fraction:
 
 
 def scale_code(largest: Number, form: BlockFormat, overflow: str = "inf", g: Fraction = Fraction(1)) -> int:
-    """The code of the scale of a block with this `largest` magnitude, NaN if it has a NaN, and global scale `g`."""
+    """The code of the scale of a block, where overflow ``"inf"`` and ``"nan"`` both give NaN.
+
+    `largest` is the largest magnitude of the block, or NaN if it has a NaN; `g` is the global scale.
+    """
     if isinstance(largest, float) and largest != 0:
         saturates = largest == math.inf and overflow == "saturate"
         return exact.beyond_code(False, form.scale, "saturate" if saturates else "nan")

@@ -47,7 +47,6 @@ ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd
 OVERFLOWS = ("inf", "saturate", "nan")
 NANS = ("canonical", "payload", "zero", "raise")
 LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
-PHILOX_ROUNDS = 7
 LARGEST_TEXT = 4000  # characters
 LARGEST_POWER = 65536  # of two; about 19,700 of ten
 _LARGEST_SUM = 1000  # characters besides literals, which Python's parser and the recursion here can take
@@ -170,15 +169,15 @@ def beyond_code(negative: bool, form: Format, overflow: str) -> int:
 
 
 def philox(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
-    """The 32-bit words of elements ``8 * group`` to ``8 * group + 7``: step 0, stream 0 of `kernels.philox`.
+    """Philox4x32-7 of the key `seed` and the counter `group`: step 0, stream 0 of `kernels.philox`, without torch.
 
-    Each has the 16 bits of two elements, those of the first one in the lower half. The same code works on Python
-    integers and on numpy arrays of uint64, which hold the products of 32-bit numbers.
+    The words have the 16 bits of elements ``8 * group`` to ``8 * group + 7``, two in each, the first in the lower half.
+    The same code works on Python integers and on numpy arrays of uint64, which hold the products of 32-bit numbers.
     """
     mask = 0xFFFFFFFF
     c0, c1, c2, c3 = group & mask, group >> 32 & mask, group & 0, group & 0
     k0, k1 = seed & mask, seed >> 32
-    for _ in range(PHILOX_ROUNDS):
+    for _ in range(7):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask

@@ -72,7 +72,7 @@ class Sharding:
         self.shape, self._strides = tensor.shape, tensor.stride()  # of the whole; FSDP1 shows a flat shard only
         self.local, self.is_flat = local(tensor), is_flat(tensor)
         self._spec = getattr(tensor, "_spec", None) if is_sharded(tensor) else None
-        self.mesh = None if self._spec is None else self._spec.mesh  # and placements: those of a DTensor
+        self.mesh = None if self._spec is None else self._spec.mesh  # of a DTensor, as are the placements
         self.placements: tuple[Any, ...] = () if self._spec is None else tuple(self._spec.placements)
 
     def __str__(self) -> str:

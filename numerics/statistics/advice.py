@@ -107,9 +107,8 @@ def _curves(counted: Statistics, format: Format) -> Curves:
     tie, normal, top = ((exponent - shift - LOWEST).clip(0, ZERO - 1) for exponent in thresholds)
     inside_tie, inside_top = ((row > 0) & (row < ZERO - 1) for row in (tie, top))
     flushed = below[:, tie.clip(1)] + np.where(inside_tie, cells[:, tie, 0], 0)
-    small = below[:, normal.clip(1)]
     overflow = numbers[:, None] - below[:, (top + 1).clip(1, ZERO - 1)] + np.where(inside_top, cells[:, top, 2], 0)
-    return Curves(flushed, small - flushed, overflow, numbers)
+    return Curves(flushed, below[:, normal.clip(1)] - flushed, overflow, numbers)
 
 
 def _counted(gradients: Any, format: Format, scaled_by: float | torch.Tensor) -> Statistics:

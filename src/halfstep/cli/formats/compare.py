@@ -32,7 +32,7 @@ def count_text(count: int, text: str = "") -> str:
 
 def figures(format: Format) -> list[tuple[str, str]]:
     named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
-    codes = [f"{name} {values.code_text(code, format)}" for name, code in named if code is not None]
+    codes = (f"{name} {values.code_text(code, format)}" for name, code in named if code is not None)
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
     threshold = values.overflow_threshold(format)
     powers = (format.min_normal, format.min_subnormal, format.eps)
