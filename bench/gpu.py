@@ -31,8 +31,7 @@ from halfstep.bench import gpu_checks, run_report
 from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED, TOO_LONG
 from halfstep.bench.harness import Result
 from halfstep.cli import command_line
-from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
-from halfstep.cli.numbers import above_zero
+from halfstep.cli.command_line import Parser, UsageError, a_path, above_zero, make_folder
 from halfstep.cli.terminal import show
 
 SIDE_BY_SIDE = max(1, min(4, (os.cpu_count() or 1) // 4))  # concurrent checks; each computes its reference on the CPU

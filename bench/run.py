@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from halfstep.bench.cases import GROUPS, cases, sizes_for
 from halfstep.cli import command_line
-from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
-from halfstep.cli.numbers import whole
+from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder, whole
 from halfstep.cli.terminal import Progress, show, text
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}

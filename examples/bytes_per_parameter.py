@@ -21,8 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from halfstep.cli import figures
-from halfstep.cli.command_line import output_file, picture
-from halfstep.cli.numbers import whole
+from halfstep.cli.command_line import output_file, picture, whole
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import layout
 
@@ -76,14 +75,11 @@ def measure(name: str, dtype: torch.dtype, optimizer: str, options: dict[str, An
     for _ in range(3):  # the first one creates the state
         model(x).square().mean().backward()
         if not ON_GPU:
-            values = [
-                *model.parameters(),
-                *(linear.weight.grad for linear in linears),
-                *tree_leaves(dict(tested.state)),
-            ]
+            grads = [linear.weight.grad for linear in linears]
+            values = [*model.parameters(), *grads, *tree_leaves(dict(tested.state))]
             storages = [part.untyped_storage() for value in values for part in parts(value)]
             peak = max(peak, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
-            del values, storages  # would keep them alive until the next step
+            del grads, values, storages  # would keep them alive until the next step
         tested.step()
         tested.zero_grad()
     return ((torch.cuda.max_memory_allocated() - before) if ON_GPU else peak) / (layers * width * width)

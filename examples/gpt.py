@@ -120,8 +120,7 @@ class Block(nn.Module):
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         # Checkpoint inside the module, so that FSDP2 has gathered its weights when the backward recomputes it.
         if self.recompute and torch.is_grad_enabled():
-            result: torch.Tensor = checkpoint(self.compute, x_BTC, use_reentrant=False)
-            return result
+            return checkpoint(self.compute, x_BTC, use_reentrant=False)
         return self.compute(x_BTC)
 
     def compute(self, x_BTC: torch.Tensor) -> torch.Tensor:
@@ -137,12 +136,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model. Its forward takes bytes and targets and returns the mean cross-entropy in nats per byte.
 
-    Args:
-        size: the shape.
-        precision: the precision of the forward. The parameters are fp32 until ``.to(precision.dtype)``.
-        seed: seed of the initial weights, which are drawn in fp32 on the CPU, so they are the same in every precision.
-        recompute: whether to save only the inputs of blocks, and recompute the blocks in the backward.
-        init: a name in `INITS`.
+    The initial weights are drawn in fp32 on the CPU by the rule `INITS[init]`, so they are the same in every precision.
+    The parameters are fp32 until ``.to(precision.dtype)``. With `recompute`, only the inputs of blocks are saved.
     """
 
     def __init__(

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import GPT, VOCABULARY, Block, Precision, shape
+from gpt import GPT, Precision, shape
 
 import halfstep
 from halfstep.integrations.release import step_in_backward
-from halfstep.numerics.planning import Plan, Transformer, plan, unit
+from halfstep.numerics.planning import Plan, Transformer, plan
 
 SEQUENCE = 128
 BUCKET = 2**20
@@ -29,18 +29,8 @@ def size_of(width: int, blocks: int) -> Transformer:
 
 
 def planned(name: str, width: int, blocks: int) -> Plan:
-    with torch.device("meta"):
-        block = Block(size_of(width, 1), BF16, recompute=True)
-    shapes = {name: parameter.shape for name, parameter in block.named_parameters()}
-    root = {
-        "embed": (VOCABULARY, width),
-        "embed.at": (SEQUENCE, width),
-        "norm": (2 * width,),
-        "head": (VOCABULARY, width),
-    }
-    units = [unit("root", root, root=True), unit("block", shapes, count=blocks)]
     layout = "halfstep-muon-split-8bit" if name == "muon" else "halfstep-split-8bit"
-    return plan(units=units, optimizer=layout, precision="bf16", step_in_backward=BUCKET)
+    return plan(model=size_of(width, blocks), optimizer=layout, precision="bf16", step_in_backward=BUCKET)
 
 
 def fitting(name: str, width: int, memory: int) -> int:

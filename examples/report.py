@@ -45,14 +45,11 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     for run in content["runs"]:
         losses = ("-" if loss is None else f"{loss:.4f}" for loss in (run["final_train_loss"], run["final_val_loss"]))
         scaled = ("-", "-") if run["final_scale"] is None else (str(run["skipped_steps"]), f"{run['final_scale']:,.0f}")
-        rows.append(
-            [
-                *(run["name"], run["optimizer"], *losses, against.get(run["name"], "-"), *scaled),
-                *(f"{run[f'{part}_bytes_per_param']:.2f}" for part in PARTS),
-                *(f"{run['step_ms_p50']:.1f}", f"{run['optimizer_ms_p50']:.2f}", f"{run['tokens_per_s']:,.0f}"),
-                "-" if run["mfu"] is None else f"{percent(run['mfu'])} %",
-            ]
-        )
+        sizes = (f"{run[f'{part}_bytes_per_param']:.2f}" for part in PARTS)
+        speeds = (f"{run['step_ms_p50']:.1f}", f"{run['optimizer_ms_p50']:.2f}", f"{run['tokens_per_s']:,.0f}")
+        mfu = "-" if run["mfu"] is None else f"{percent(run['mfu'])} %"
+        named = (run["name"], run["optimizer"], *losses, against.get(run["name"], "-"))
+        rows.append([*named, *scaled, *sizes, *speeds, mfu])
     return head, rows
 
 
@@ -209,11 +206,8 @@ def page(content: dict[str, Any]) -> str:
     head, rows = cells(content)
     lines = zip([name.replace("\n", " ") for name in head], *rows, strict=True)  # one column per run
     table = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
-    blocks = [
-        (f"{run['name']}: found by halfstep.doctor after the last step", str(Finding(**finding)))
-        for run in runs
-        for finding in run["findings"]
-    ]
+    findings = [(run["name"], Finding(**finding)) for run in runs for finding in run["findings"]]
+    blocks = [(f"{name}: found by halfstep.doctor after the last step", str(finding)) for name, finding in findings]
     blocks += [("Overflows", text) for text in overflows(content)]
     words = ", after rounding: values that were flushed before count as zero"
     blocks += [(f"Gradients, {run['name']}{words}", run["gradients"]["text"]) for run in counted(content)]

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -43,8 +43,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import halfstep
 from halfstep.bench.run_report import environment
-from halfstep.cli.command_line import Parser, UsageError, a_path, complain, make_folder, with_output
-from halfstep.cli.numbers import number, whole
+from halfstep.cli import command_line
+from halfstep.cli.command_line import Parser, UsageError, a_path, above_zero, complain, number, whole
 from halfstep.cli.terminal import Progress, say
 from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
@@ -63,11 +63,8 @@ FINAL_SHARE = 0.05  # the final training loss is the mean over this fraction of 
 BETAS = (0.9, 0.95)  # usual for GPTs
 NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is aborted
 GRADIENT_STEPS = 20  # maximum number of steps whose gradients are counted; at most every tenth step is
-# The options that determine the bits of a run, besides precision, optimizer, text, machine and strategy.
-SETTINGS = (
-    *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
-    *("state_dtype", "master_weights", "validate_every", "init", "base", "lora", "patience"),
-)
+# The options that do not determine the bits of a run, and those that its plan has in another form.
+NOT_SETTINGS = {"strategy", "accumulate", "checkpointing", "out", "save_every", "resume", "precision", "data"}
 
 
 class Run(NamedTuple):
@@ -81,11 +78,8 @@ class Run(NamedTuple):
 
 
 RUNS = {name: [Run(name, name)] for name in ("fp32", "bf16", "fp16")}
-RUNS["compare"] = [
-    Run("fp32", "fp32", "torch.optim.AdamW"),
-    *(*RUNS["bf16"], *RUNS["fp16"]),
-    Run("bf16 without master", "bf16", "torch.optim.AdamW"),
-]
+RUNS["compare"] = [Run("fp32", "fp32", "torch.optim.AdamW"), *RUNS["bf16"], *RUNS["fp16"]]
+RUNS["compare"].append(Run("bf16 without master", "bf16", "torch.optim.AdamW"))
 
 
 def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module:
@@ -126,8 +120,7 @@ def now(device: torch.device) -> Any:
 
 def milliseconds(begin: Any, end: Any) -> float:
     """The time between two results of `now`. The device must have reached the second."""
-    elapsed: float = (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
-    return elapsed
+    return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
 @contextmanager
@@ -140,12 +133,10 @@ def signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with ExitStack() as handlers:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers.callback(signal.signal, number, signal.signal(number, note))
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Trainer:
@@ -198,10 +189,9 @@ class Trainer:
         """Create the optimizer for the wrapped model. As usual, only matrices have weight decay."""
         options = self.options
         chosen: dict[str, Any] = {"lr": options.lr, "betas": BETAS}
-        if options.state_dtype != "fp32":
+        if (options.state_dtype, options.master_weights) != ("fp32", "auto"):
             chosen |= {"state_dtype": STATE_DTYPES[options.state_dtype], "rounding": "stochastic"}
-        if options.master_weights != "auto":
-            chosen |= {"master_weights": options.master_weights, "rounding": "stochastic"}
+            chosen["master_weights"] = options.master_weights
         adamw: Any = halfstep.AdamW if self.run.optimizer == "halfstep.AdamW" else torch.optim.AdamW
         trained = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
         matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
@@ -255,8 +245,7 @@ class Trainer:
     def _scale(self) -> torch.Tensor:
         """A copy of the loss scale on the device; get_scale() would wait."""
         assert self.scaler is not None
-        scale: torch.Tensor = self.scaler._get_scale_async()
-        return scale.detach().clone()
+        return self.scaler._get_scale_async().detach().clone()
 
     def flush(self, *extra: float) -> list[float]:
         """Move losses and scales from the device to the history. Returns the mean over the ranks of each of `extra`."""
@@ -414,7 +403,7 @@ class Trainer:
 
 def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     """Everything that determines the bits of a run, except machine and strategy. It is stored in checkpoints."""
-    settings = {name: getattr(options, name) for name in SETTINGS}
+    settings = {name: value for name, value in vars(options).items() if name not in NOT_SETTINGS}
     return {"precision": run.precision, "optimizer": run.optimizer, **settings, "data": corpus.sha256}
 
 
@@ -423,12 +412,9 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by train_gpt.py; pass a checkpoint that was, or start a new run")
-    stored = {name: state["plan"].get(name) for name in expected}
-    differing = ", ".join(  # hashes are truncated
-        f"{name} is {str(value)[:12]} and was {str(stored[name])[:12]}"
-        for name, value in expected.items()
-        if stored[name] != value
-    )
+    pairs = [(name, new, state["plan"].get(name)) for name, new in expected.items()]
+    changed = (f"{name} is {str(new)[:12]} and was {str(old)[:12]}" for name, new, old in pairs if new != old)
+    differing = ", ".join(changed)  # hashes are truncated
     if differing:
         raise CheckpointError(f"{path} is of another run: {differing}; pass its settings, or start a new run")
     return state
@@ -546,7 +532,6 @@ def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the options, and fill in defaults that depend on other options."""
-    rate = number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
     decay = number(float, lambda x: x >= 0, "a finite number of at least 0, such as 0.1")
     scale = number(float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127")
     parser = Parser(
@@ -569,7 +554,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
     add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
-    add("--lr", type=rate, metavar="X", help="peak learning rate (default: depends on --size)")
+    add("--lr", type=above_zero, metavar="X", help="peak learning rate (default: depends on --size)")
     add("--warmup", type=whole(0), metavar="N", help="warm-up steps (default: a tenth of --steps)")
     add("--weight-decay", type=decay, default=0.1, metavar="X", help="weight decay of the matrices")
     add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16")
@@ -631,7 +616,7 @@ def command(options: argparse.Namespace) -> int:
     base = None if options.base is None else read_base(options.base, options.size)
     options.base = str(options.base or "")
     corpus = read_corpus(options.data, SIZES[options.size].seq)
-    make_folder(options.out)
+    command_line.make_folder(options.out)
     files = {run: file for run in runs if (file := resumed_from(run, options))}
     if options.resume == "" and not files:
         raise UsageError(
@@ -687,7 +672,7 @@ def main(argv: Sequence[str]) -> int:
                 complain("train_gpt.py", str(error))
             return 2
 
-    return with_output("train_gpt.py", run)
+    return command_line.with_output("train_gpt.py", run)
 
 
 if __name__ == "__main__":

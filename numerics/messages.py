@@ -1,9 +1,21 @@
-"""Helpers for messages: percentages, printable text, suggestions, and checks that name the argument."""
+"""Helpers for messages: percentages, counts, printable text, suggestions, checks that name the argument, presentation.
+
+`halfstep.cli` makes the texts and pictures of results. This layer must not import it, so ``halfstep/__init__.py``
+stores the name of the presenting module in `presenter`.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
+
+presenter = ""  # dotted name of the module that has the functions
+
+
+def shown(function: str, *arguments: Any) -> Any:
+    """The result of a function of the presenting module, which is imported at its first use."""
+    return getattr(importlib.import_module(presenter), function)(*arguments)
 
 
 def percent(share: float) -> str:
@@ -14,6 +26,15 @@ def percent(share: float) -> str:
     if value < 0.005:
         return "<0.01"
     return ">99.9" if value > 99.94 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def count(number: float, unit: str = "") -> str:
+    """A count in at most six characters, ``"12.3k"``, or with a unit, ``"12.3 kFLOP"``."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if number < 999.5 or prefix == "E":
+            break
+        number /= 1000
+    return f"{number:.3g}{' ' if unit else ''}{prefix}{unit}"
 
 
 def printable(text: str) -> str:
@@ -32,10 +53,7 @@ def _meant(word: str, words: list[str], cutoff: float) -> str:
 def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
     """A remedy for an unknown word: ``"did you mean 'fp16'? Choose from fp16, bf16"``.
 
-    Args:
-        word: the unknown word.
-        allowed: the allowed words.
-        listed: whether to list the allowed words; otherwise only the question is returned, followed by a space.
+    Without `listed`, only the question, followed by a space.
     """
     words = list(allowed)
     meant = _meant(word, words, 0.55 if listed else 0.6)

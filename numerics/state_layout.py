@@ -88,38 +88,21 @@ _DTYPES = {stored.name: stored.dtype for stored in (FP32, FP16, BF16)}
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How an optimizer holds a parameter.
+    """How an optimizer holds a parameter."""
 
-    Attributes:
-        weight: ``"fp32"``, ``"fp16"``, ``"bf16"``; other formats, of parameters that kernels cannot update, by torch's
-            name.
-        master: None, ``"full"`` (fp32 copy), ``"split"`` or ``"split24"`` (bf16 weight and a remainder of 16 or 8
-            bits).
-        state: the format of the moments, ``"fp32"``, ``"bf16"`` or ``"8bit"``.
-        moments: their names, which are keys of `MOMENTS`.
-        stochastic: whether what is stored in fewer than 32 bits is rounded stochastically. Exact masters never are.
-        linear: whether codes of moments are linear.
-    """
-
-    weight: str
-    master: str | None
-    state: str = "fp32"
-    moments: tuple[str, ...] = ADAM
-    stochastic: bool = False
-    linear: bool = False
+    weight: str  # "fp32", "fp16", "bf16"; other formats, of parameters that kernels cannot update, by torch's name
+    master: str | None  # None, "full" (fp32 copy), "split" or "split24" (bf16 weight and a remainder of 16 or 8 bits)
+    state: str = "fp32"  # the format of the moments, "fp32", "bf16" or "8bit"
+    moments: tuple[str, ...] = ADAM  # their names, which are keys of `MOMENTS`
+    stochastic: bool = False  # whether fewer than 32 bits are rounded stochastically. Exact masters never are
+    linear: bool = False  # whether codes of moments are linear
 
     @classmethod
     @cache
     def resolve(
-        cls,
-        weight: str,
-        master: str | None = "auto",
-        state: str = "fp32",
-        rounding: str = "auto",
-        moments: tuple[str, ...] = ADAM,
-        coded: bool = True,
-        linear: bool = False,
-    ) -> StateLayout:
+        cls, weight: str, master: str | None = "auto", state: str = "fp32", rounding: str = "auto",
+        moments: tuple[str, ...] = ADAM, coded: bool = True, linear: bool = False,
+    ) -> StateLayout:  # fmt: skip
         """The layout with the options of a group, each of which may be ``"auto"``. Without `coded`, for a parameter
         whose moments stay in fp32 with ``state="8bit"``."""
         if weight == "fp32":
@@ -185,14 +168,10 @@ class StateLayout:
         """The `Layout` of a kernel for this state and a dtype of the gradients; `options` are fields of its rule."""
         import torch
 
-        return kernel(
-            param=getattr(torch, _DTYPES.get(self.weight, self.weight)),
-            grad=grad,
-            state=self.dtypes[self.moments[0]] if self.moments else torch.float32,
-            master=list(MASTERS).index(self.master),
-            stochastic=self.stochastic,
-            **options,
-        )
+        param = getattr(torch, _DTYPES.get(self.weight, self.weight))
+        state = self.dtypes[self.moments[0]] if self.moments else torch.float32
+        master = list(MASTERS).index(self.master)
+        return kernel(param=param, grad=grad, state=state, master=master, stochastic=self.stochastic, **options)
 
 
 @cache

@@ -18,7 +18,7 @@ def test_every_command_has_a_main_and_passes_its_status(monkeypatch: pytest.Monk
     for command in importlib.import_module("halfstep.__main__").COMMANDS:
         seen = []
         monkeypatch.setattr(f"{command.module}.main", lambda argv, *_, seen=seen: (seen.append(argv), 7)[1])
-        assert main([*command.words, "--x"]) == 7
+        assert main([*command.name.split(), "--x"]) == 7
         assert seen == [["--x"]]
 
 
@@ -49,7 +49,7 @@ def test_a_pipe_closed_by_its_reader_is_not_an_error(words: str, buffered: str) 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-NAMES = [" ".join(command.words) for command in importlib.import_module("halfstep.__main__").COMMANDS]
+NAMES = [command.name for command in importlib.import_module("halfstep.__main__").COMMANDS]
 
 
 @pytest.mark.parametrize("name", NAMES)

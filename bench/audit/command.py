@@ -20,8 +20,7 @@ from typing import Any
 
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit.rows import FAMILIES, TARGETS, audit
-from halfstep.cli.command_line import Parser, UsageError, a_path, answer, output_file, run
-from halfstep.cli.numbers import whole
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, output_file, run, whole
 from halfstep.cli.terminal import Progress, Table, joined, say, text
 
 # The measures of a row that each column shows, by the column's heading.

@@ -2,6 +2,5 @@
 
 Files: ``table.py`` has the formats and their properties; ``exact.py`` reads numbers and rounds one at a time in
 rational arithmetic, the specification; ``blocks.py`` does so for blocks that share a scale, ``arrays.py`` for arrays;
-``philox_words.py`` draws the random words of stochastic rounding; ``codec.py`` holds the public functions `encode`,
-`decode` and `round_to`.
+``codec.py`` holds the public functions `encode`, `decode` and `round_to`.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats import exact, philox_words
+from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.table import BlockFormat, Format, formats
 
 Array = np.ndarray[Any, Any]
@@ -23,9 +23,7 @@ _FP32 = formats.element("fp32")
 
 def code_dtype(form: Format) -> type:
     """The smallest unsigned integer type that holds a code."""
-    return next(
-        t for t, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32), (np.uint64, 64)) if form.bits <= bits
-    )
+    return np.dtype(f"uint{max(8, 1 << (form.bits - 1).bit_length())}").type
 
 
 def encode_array(
@@ -90,7 +88,7 @@ def _beyond(values: Array, form: Format, rounding: str, overflow: str, nan: str)
 def random_words(first: int, count: int, seed: int) -> Array:
     """The random words of elements `first` to ``first + count - 1``, as uint32."""
     groups = np.arange(first // 8, (first + count + 7) // 8, dtype=_U)
-    pairs = np.stack(philox_words.four_words(groups, seed), axis=1)
+    pairs = np.stack(exact.philox(groups, seed), axis=1)
     words = np.stack([pairs & _U(0xFFFF), pairs >> _U(16)], axis=2).reshape(-1)[first % 8 : first % 8 + count]
     return (words << _U(16) | _U(0x8000)).astype(np.uint32)
 
@@ -160,15 +158,9 @@ def in_order(split: Array, axes: tuple[int, ...], size: int, shape: tuple[int, .
 def encode_blocks(
     rows: Array, form: BlockFormat, rounding: str, overflow: str, subnormals: bool, words: Array | None, g: float = 1.0
 ) -> tuple[Array, Array]:
-    """`blocks.encode_block` of each row of numbers.
+    """`blocks.encode_block` of each row: uint8 codes in the shape ``(blocks, elements)`` of `rows`, and scales.
 
-    Args:
-        rows: fp32 or fp64, shape ``(blocks, elements)``; of formats with a global scale, fp64 with numbers of fp32.
-        words: uint32 of the same shape, for ``"stochastic"``.
-        g: the global scale.
-
-    Returns:
-        Codes in the shape of `rows`, and scales, one per row, in uint8.
+    Rows are fp32 or fp64; of formats with the global scale `g`, fp64 with numbers of fp32.
     """
     codes, scales = np.empty(rows.shape, np.uint8), np.empty(len(rows), np.uint8)
     step = max(BLOCK_ELEMENTS // rows.shape[1], 1)

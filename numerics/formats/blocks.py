@@ -37,10 +37,7 @@ from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.exact import Number, code_of, decode_exact, power_of_two
 from halfstep.numerics.formats.table import BlockFormat, formats
 
-LEAST_GLOBAL, LARGEST_GLOBAL = (
-    2.0**-117,
-    2.0**118,
-)  # between them, no reciprocal above is a subnormal number or infinite
+LEAST_GLOBAL, LARGEST_GLOBAL = 2.0**-117, 2.0**118  # between them, no reciprocal above is subnormal or infinite
 _FP32 = formats.element("fp32")
 
 
@@ -60,13 +57,9 @@ def global_scale(largest: Number, form: BlockFormat) -> Fraction:
 
 
 def scale_code(largest: Number, form: BlockFormat, overflow: str = "inf", g: Fraction = Fraction(1)) -> int:
-    """The code of the scale of a block.
+    """The code of the scale of a block, where overflow ``"inf"`` and ``"nan"`` both give NaN.
 
-    Args:
-        largest: the largest magnitude of the block; NaN if it has a NaN.
-        form: the format.
-        overflow: as of `codec.encode`: ``"inf"``, ``"nan"`` (both give NaN) or ``"saturate"``.
-        g: the global scale, of formats that have one.
+    `largest` is the largest magnitude of the block, or NaN if it has a NaN; `g` is the global scale.
     """
     if isinstance(largest, float) and largest != 0:
         saturates = largest == math.inf and overflow == "saturate"
@@ -99,26 +92,13 @@ def quotient(number: Number, scale: Fraction, form: BlockFormat, g: Fraction = F
 
 
 def encode_block(
-    values: Iterable[Any],
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    subnormals: bool = True,
-    words: Sequence[int] | None = None,
-    global_scale: Fraction | float = Fraction(1),
-) -> tuple[list[int], int]:
-    """The codes and the scale of one block, computed in rational arithmetic.
+    values: Iterable[Any], format: Any, rounding: str = "nearest", *, overflow: str = "inf", subnormals: bool = True,
+    words: Sequence[int] | None = None, global_scale: Fraction | float = Fraction(1),
+) -> tuple[list[int], int]:  # fmt: skip
+    """The code of each element of one block, and that of its scale, computed in rational arithmetic.
 
-    Args:
-        values: numbers of any type that `exact` takes, at most ``format.size`` of them.
-        format: a key of `formats` that stands for a format of blocks.
-        rounding, overflow, subnormals: as of `codec.encode`. Rounding is that of the elements.
-        words: a random word for each number, for ``"stochastic"``.
-        global_scale: of NVFP4: a number of fp32.
-
-    Returns:
-        The code of each element, and that of the scale.
+    `values` are at most ``format.size`` numbers of any type that `exact` takes, and `words` a random word for each, for
+    ``"stochastic"``. The options are those of `codec.encode`; rounding is that of the elements.
 
     Examples:
         >>> from halfstep.numerics.formats.blocks import encode_block
@@ -147,7 +127,5 @@ def decode_block(codes: Iterable[int], scale: int, format: Any, global_scale: Fr
     unit, values = decode_exact(scale, form.scale), [decode_exact(code, form.element) for code in codes]
     if unit != unit:
         return [math.nan] * len(values)
-    scale_value = Fraction(unit) * Fraction(global_scale)
-    return [
-        value if isinstance(value, float) else value * scale_value or (-0.0 if value < 0 else value) for value in values
-    ]
+    step = Fraction(unit) * Fraction(global_scale)
+    return [value if isinstance(value, float) else value * step or (-0.0 if value < 0 else value) for value in values]

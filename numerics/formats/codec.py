@@ -19,51 +19,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from halfstep.kernels.formats import Blocks, block_axes
-from halfstep.numerics.formats import blocks, exact
-from halfstep.numerics.formats.arrays import (
-    BLOCK_ELEMENTS,
-    Array,
-    code_dtype,
-    decode_array,
-    encode_array,
-    encode_blocks,
-    in_blocks,
-    in_order,
-    random_words,
-)
+from halfstep.numerics.formats import arrays, blocks, exact
+from halfstep.numerics.formats.arrays import BLOCK_ELEMENTS, Array, decode_array
 from halfstep.numerics.formats.exact import Neighbours, neighbours, parse_number
 from halfstep.numerics.formats.table import BlockFormat, Format, formats
 
 __all__ = [
-    "Blocks",
-    "Neighbours",
-    "decode",
-    "encode",
-    "neighbours",
-    "next_down",
-    "next_up",
-    "parse_number",
-    "round_to",
-    "ulp",
-]
+    "Blocks", "Neighbours", "decode", "encode", "neighbours", "next_down", "next_up", "parse_number", "round_to", "ulp",
+]  # fmt: skip
 
 _LARGEST_EXACT = 2**53  # float64 represents all integers up to here
 Axes = int | tuple[int, int]
 
 
 def encode(
-    values: Any,
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    seed: int | None = None,
-    offset: int = 0,
-    axis: Axes | None = None,
+    values: Any, format: Any, rounding: str = "nearest", *, overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, seed: int | None = None, offset: int = 0, axis: Axes | None = None,
     global_scale: float | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Encode values in a format. Each value is rounded once.
 
     In a format of blocks, such as ``"mxfp8"``, consecutive values share a scale; `halfstep.numerics.formats.blocks` has
@@ -116,35 +89,35 @@ def encode(
     of_blocks = isinstance(form, BlockFormat)
     exact.check_options(form.scale if of_blocks else form, rounding, overflow, nan, subnormals, seed, offset)
     check_block_options(form, axis, global_scale)
-    options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "offset": offset}
+    options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals}
     if rounding == "stochastic" and seed is None:
         seed = random.getrandbits(63)
         if _is_tensor(values):
             torch = sys.modules["torch"]
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-    if _is_tensor(values) and not of_blocks:
-        return _as_tensor(encode(_array_of(values), form, rounding, **options, seed=seed), values)
-    array = _prepared(_array_of(values) if _is_tensor(values) else values)
+    if _is_tensor(values):
+        options |= {"seed": seed, "offset": offset, "axis": axis, "global_scale": global_scale}
+        return _as_tensor(encode(_array_of(values), form, rounding, **options), values)
+    array = _prepared(values)
+
+    def words(start: int, part: Array) -> Array | None:
+        if rounding != "stochastic":
+            return None
+        return arrays.random_words(offset + start, part.size, seed or 0).reshape(part.shape)
+
     if of_blocks:
-        words = random_words(offset, array.size, seed or 0).reshape(array.shape) if rounding == "stochastic" else None
         axes = block_axes(axis, array.ndim)
-        result = _encode_blocks(array, form, axes, rounding, overflow, nan, subnormals, words, global_scale)
-        if not _is_tensor(values):
-            return result
-        return Blocks(*(None if part is None else _as_tensor(np.asarray(part), values) for part in result))
+        return _encode_blocks(array, form, axes, rounding, **options, words=words(0, array), g=global_scale)
     flat = np.ascontiguousarray(array).reshape(-1)
-    codes: Array = np.empty(flat.size, code_dtype(form))
+    codes: Array = np.empty(flat.size, arrays.code_dtype(form))
     if flat.dtype == object:
-        del options["offset"]
         elements = enumerate(flat.tolist(), offset)
         codes[:] = [exact.encode_exact(value, form, rounding, **options, seed=seed, offset=i) for i, value in elements]
     else:
         for start in range(0, flat.size, BLOCK_ELEMENTS):
             block = flat[start : start + BLOCK_ELEMENTS]
-            words = random_words(offset + start, block.size, seed or 0) if rounding == "stochastic" else None
-            codes[start : start + BLOCK_ELEMENTS] = encode_array(
-                block, form, rounding, overflow, nan, subnormals, words
-            )
+            coded = arrays.encode_array(block, form, rounding, **options, words=words(start, block))
+            codes[start : start + BLOCK_ELEMENTS] = coded
     codes = codes.reshape(array.shape)
     return codes if isinstance(values, np.ndarray) else codes[()]
 
@@ -194,18 +167,10 @@ def decode(codes: Any, format: Any, *, axis: Axes | None = None) -> Any:
 
 
 def round_to(
-    values: Any,
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    seed: int | None = None,
-    offset: int = 0,
-    axis: Axes | None = None,
+    values: Any, format: Any, rounding: str = "nearest", *, overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, seed: int | None = None, offset: int = 0, axis: Axes | None = None,
     global_scale: float | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Round values to a format: ``decode(encode(...))``. The arguments are those of `encode`.
 
     Returns:
@@ -228,21 +193,13 @@ def round_to(
 
 
 class RoundingErrors(NamedTuple):
-    """What numbers lose in a format. Numbers that are not finite, or become so, count for `not_finite` only.
+    """What numbers lose in a format. Numbers that are not finite, or become so, count for `not_finite` only."""
 
-    Attributes:
-        rms: the root mean square of the errors.
-        relative: `rms` over that of the numbers; -20 times its decimal logarithm is the signal-to-noise ratio in dB.
-        largest: the largest magnitude of an error.
-        zeros: how many numbers that were not 0 became 0.
-        not_finite: how many results are not finite.
-    """
-
-    rms: float
-    relative: float
-    largest: float
-    zeros: int
-    not_finite: int
+    rms: float  # the root mean square of the errors
+    relative: float  # `rms` over that of the numbers; -20 times its decimal logarithm: the signal-to-noise ratio in dB
+    largest: float  # the largest magnitude of an error
+    zeros: int  # how many numbers that were not 0 became 0
+    not_finite: int  # how many results are not finite
 
 
 def rounding_errors(values: Any, format: Any, **options: Any) -> RoundingErrors:
@@ -307,16 +264,10 @@ def _each(values: Any, function: Callable[[Any], Any]) -> Any:
     array = _prepared(values)
     if array.dtype == np.float32:  # by its code: astype reads subnormals as zeros after set_flush_denormal(True)
         array = decode_array(array.view(np.uint32), formats["fp32"])
-    numbers = [_float(function(value)) for value in array.reshape(-1).tolist()]
+    results = map(function, array.reshape(-1).tolist())
+    numbers = [np.inf if number >= 2**1024 else float(number) for number in results]  # as may be the ulp of a Fraction
     result = np.array(numbers, dtype=np.float64).reshape(array.shape)
     return result if isinstance(values, np.ndarray) else result[()]
-
-
-def _float(number: Any) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # the ulp of a number beyond float64
-        return float("inf")
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
@@ -342,10 +293,8 @@ def _prepared(values: Any) -> Array:
     if array.dtype.type.__module__.partition(".")[0] == "ml_dtypes" or (dtype_kind == "f" and size == 2):
         return array.astype(np.float32)  # which represents every value of every one of these types
     if dtype_kind not in "fiub":
-        raise TypeError(
-            "Expected values to be real numbers (floats, integers, Fraction, Decimal or strings), but got type "
-            f"{array.dtype}"
-        )
+        allowed = "real numbers (floats, integers, Fraction, Decimal or strings)"
+        raise TypeError(f"Expected values to be {allowed}, but got type {array.dtype}")
     if dtype_kind == "f" and size <= 8:
         return array.astype(array.dtype.newbyteorder("="), copy=False)
     if dtype_kind == "f" or (array.size and (int(array.max()) > _LARGEST_EXACT or int(array.min()) < -_LARGEST_EXACT)):
@@ -358,11 +307,10 @@ def _prepared(values: Any) -> Array:
 def _holds(outer: Format, inner: Format) -> bool:
     """Whether every value of `inner` is a value of `outer`, a dtype of torch, all of which have NaN."""
     return (
-        outer.kind not in ("integer", "scale")
+        outer.kind != "scale"
         and outer.precision >= inner.precision
         and outer.min_subnormal <= inner.min_subnormal
         and outer.max >= inner.max
-        and outer.emin - outer.mantissa <= inner.emin - inner.mantissa
         and outer.has_infinity >= inner.has_infinity
         and outer.has_negative_zero >= inner.has_negative_zero
     )
@@ -383,8 +331,7 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
         raise TypeError(f"Expected a dense tensor of real numbers, but got {tensor.dtype}, {tensor.layout}")
     tensor = tensor.detach().resolve_neg().cpu().contiguous()
     if codes or not tensor.dtype.is_floating_point or tensor.dtype in (torch.float16, torch.float32, torch.float64):
-        array: Array = tensor.numpy()
-        return array
+        return tensor.numpy()
     form = formats[tensor.dtype]
     if form.bits not in (8, 16):
         raise TypeError(f"Expected a dtype with one number per element, but got {tensor.dtype}")
@@ -395,8 +342,10 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
 
 
 def _as_tensor(array: Array, like: Any) -> Any:
-    """The array as a tensor on the device of `like`."""
+    """The array, or each one of `Blocks`, as a tensor on the device of `like`."""
     torch = sys.modules["torch"]
+    if isinstance(array, Blocks):
+        return Blocks(*(None if part is None else _as_tensor(part, like) for part in array))
     return torch.from_numpy(np.ascontiguousarray(array)).reshape(np.shape(array)).to(like.device)
 
 
@@ -405,16 +354,13 @@ def _as_tensor(array: Array, like: Any) -> Any:
 
 def check_block_options(form: Any, axis: Any, global_scale: Any) -> None:
     """Raise ValueError for options that the format does not have, and for a global scale out of range."""
-    low, high = blocks.LEAST_GLOBAL, blocks.LARGEST_GLOBAL
     if axis is not None and not isinstance(form, BlockFormat):
         raise ValueError(f"Expected axis to be None for {form.name}, which has no blocks, but got {axis}: leave it out")
     if global_scale is None:
         return
     if not getattr(form, "has_global_scale", False):
-        raise ValueError(
-            f"Expected global_scale to be None for {form.name}, which has none, but got {global_scale}: leave it out"
-        )
-    if not low <= float(global_scale) <= high:
+        raise ValueError(f"Expected global_scale to be None for {form.name}, but got {global_scale}: leave it out")
+    if not blocks.LEAST_GLOBAL <= float(global_scale) <= blocks.LARGEST_GLOBAL:
         raise ValueError(
             f"Expected global_scale to be from 2^-117 to 2^118, but got {global_scale}: scale values, or leave it out"
         )
@@ -422,9 +368,8 @@ def check_block_options(form: Any, axis: Any, global_scale: Any) -> None:
 
 def _encode_blocks(
     array: Array, form: BlockFormat, axes: tuple[int, ...], rounding: str, overflow: str, nan: str, subnormals: bool,
-    words: Array | None, global_scale: float | None,
+    words: Array | None, g: float | None,
 ) -> Blocks:  # fmt: skip
-    g = None
     if array.dtype == object:  # texts too, which may be NaN
         array = np.array([exact.exact(value) for value in array.reshape(-1)], object).reshape(array.shape)
     if nan in ("zero", "raise") and (is_nan := array != array).any():
@@ -434,22 +379,20 @@ def _encode_blocks(
         fp32 = formats.element("fp32")
         array = decode_array(np.asarray(encode(array, fp32)), fp32)
         largest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
-        g = np.float32(float(blocks.global_scale(Fraction(largest), form)) if global_scale is None else global_scale)
-    split = in_blocks(array, axes, form.size)
+        g = np.float32(float(blocks.global_scale(Fraction(largest), form)) if g is None else g)
+    split = arrays.in_blocks(array, axes, form.size)
     rows = np.ascontiguousarray(split.reshape(-1, form.size ** len(axes)))
-    noise = None if words is None else in_blocks(words, axes, form.size).reshape(rows.shape)
+    noise = None if words is None else arrays.in_blocks(words, axes, form.size).reshape(rows.shape)
     if array.dtype == object:
         each = [None] * len(rows) if noise is None else noise.tolist()
         options: dict[str, Any] = {"overflow": overflow, "subnormals": subnormals}
-        coded = [
-            blocks.encode_block(row, form, rounding, words=word, **options)
-            for row, word in zip(rows, each, strict=True)
-        ]
+        pairs = zip(rows, each, strict=True)
+        coded = [blocks.encode_block(row, form, rounding, words=word, **options) for row, word in pairs]
         codes, scales = (np.array([pair[at] for pair in coded], np.uint8) for at in (0, 1))
     else:
-        codes, scales = encode_blocks(rows, form, rounding, overflow, subnormals, noise, float(1.0 if g is None else g))
+        codes, scales = arrays.encode_blocks(rows, form, rounding, overflow, subnormals, noise, float(g or 1.0))
     scales = np.moveaxis(scales.reshape(split.shape[:-1]), range(-len(axes), 0), axes)
-    codes = in_order(codes.reshape(split.shape), axes, form.size, array.shape)
+    codes = arrays.in_order(codes.reshape(split.shape), axes, form.size, array.shape)
     return Blocks(codes, np.ascontiguousarray(scales), g)
 
 
@@ -468,11 +411,11 @@ def _coded_array(part: Any, axis: Axes | None) -> Any:
 
 def _decode_blocks(coded: Blocks, form: BlockFormat, axis: Axes | None) -> Any:
     if _is_tensor(coded.codes):
-        arrays = Blocks(*(_coded_array(part, axis) for part in coded))
-        return _as_tensor(_decode_blocks(arrays, form, axis), coded.codes)
+        parts = Blocks(*(_coded_array(part, axis) for part in coded))
+        return _as_tensor(_decode_blocks(parts, form, axis), coded.codes)
     values, scales = np.asarray(decode(coded.codes, form.element)), np.asarray(decode(coded.scales, form.scale))
     axes, g = block_axes(axis, values.ndim), 1.0 if coded.global_scale is None else float(coded.global_scale)
-    split, last = in_blocks(values, axes, form.size), range(-len(axes), 0)
+    split, last = arrays.in_blocks(values, axes, form.size), range(-len(axes), 0)
     shape = np.moveaxis(split[..., 0], last, axes).shape
     if scales.shape != shape:
         raise ValueError(
@@ -481,4 +424,4 @@ def _decode_blocks(coded: Blocks, form: BlockFormat, axis: Axes | None) -> Any:
         )
     with np.errstate(invalid="ignore"):
         products = split * np.moveaxis(scales * g, axes, last)[..., None]
-    return in_order(products, axes, form.size, values.shape)
+    return arrays.in_order(products, axes, form.size, values.shape)

@@ -41,7 +41,6 @@ from fractions import Fraction
 from numbers import Integral, Rational
 from typing import Any
 
-from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.table import Format, formats
 
 ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd", "stochastic")
@@ -51,28 +50,18 @@ LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
 LARGEST_TEXT = 4000  # characters
 LARGEST_POWER = 65536  # of two; about 19,700 of ten
 _LARGEST_SUM = 1000  # characters besides literals, which Python's parser and the recursion here can take
-
 _QUIET = 1 << 51  # of a float64 NaN
-
 
 # A float for an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents.
 Number = Fraction | float
-
 
 # ------------------------------------------------------------------------------------------------------------- rounding
 
 
 def encode_exact(
-    value: Any,
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    seed: int | None = None,
-    offset: int = 0,
-) -> int:
+    value: Any, format: Any, rounding: str = "nearest", *, overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, seed: int | None = None, offset: int = 0,
+) -> int:  # fmt: skip
     """The code of one number, computed in rational arithmetic. The arguments are those of `codec.encode`.
 
     Examples:
@@ -82,21 +71,14 @@ def encode_exact(
     """
     form, number = formats.element(format), exact(value)
     check_options(form, rounding, overflow, nan, subnormals, seed, offset)
-    word = 0
-    if rounding == "stochastic":
-        word = philox_words.word(offset, random.getrandbits(63) if seed is None else seed)
+    word = random_word(offset, seed) if rounding == "stochastic" else 0
     return code_of(number, form, rounding, overflow, nan, subnormals, word)
 
 
 def code_of(
-    number: Number,
-    form: Format,
-    rounding: str = "nearest",
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    word: int = 0,
-) -> int:
+    number: Number, form: Format, rounding: str = "nearest", overflow: str = "inf", nan: str = "canonical",
+    subnormals: bool = True, word: int = 0,
+) -> int:  # fmt: skip
     """`encode_exact` of a number that `exact` returned, with options that were checked and the random word."""
     if number != number:
         return nan_code(struct.unpack("<Q", struct.pack("<d", number))[0], form, nan)
@@ -186,6 +168,29 @@ def beyond_code(negative: bool, form: Format, overflow: str) -> int:
     return form.nan_code
 
 
+def philox(group: Any, seed: int) -> tuple[Any, Any, Any, Any]:
+    """Philox4x32-7 of the key `seed` and the counter `group`: step 0, stream 0 of `kernels.philox`, without torch.
+
+    The words have the 16 bits of elements ``8 * group`` to ``8 * group + 7``, two in each, the first in the lower half.
+    The same code works on Python integers and on numpy arrays of uint64, which hold the products of 32-bit numbers.
+    """
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = group & mask, group >> 32 & mask, group & 0, group & 0
+    k0, k1 = seed & mask, seed >> 32
+    for _ in range(7):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask, (p0 >> 32) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return c0, c1, c2, c3
+
+
+def random_word(index: int, seed: int | None) -> int:
+    """The random word of one element: its 16 random bits, a one and 15 zeros. Without a seed, one is drawn."""
+    words = philox(index // 8, random.getrandbits(63) if seed is None else seed)
+    both = int(words[index % 8 // 2])
+    return (both >> 16 if index % 2 else both & 0xFFFF) << 16 | 0x8000
+
+
 def nan_code(pattern: Any, form: Format, nan: str) -> Any:
     """The code of a NaN, given by its float64 bit pattern, or the codes of an array of uint64 patterns."""
     if nan == "zero":
@@ -221,9 +226,7 @@ def check_options(
         raise TypeError(f"Expected subnormals to be True (kept) or False (flushed to zero), but got {subnormals!r}")
     for name, number, largest in (("seed", 0 if seed is None else seed, 2**63 - 1), ("offset", offset, LARGEST_OFFSET)):
         if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(
-                f"Expected {name} to be an integer from 0 to {largest}, but got {number!r}, a {type(number).__name__}"
-            )
+            raise TypeError(f"Expected {name} to be an integer from 0 to {largest}, but got {number!r}")
         if not 0 <= number <= largest:
             raise ValueError(f"Expected {name} to be from 0 to {largest}, but got {number}")
     if seed is not None and rounding != "stochastic":
@@ -301,34 +304,24 @@ def ulp_exact(value: Any, format: Any) -> Number:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The numbers of a format around a number.
-
-    Attributes:
-        value: the number.
-        exact: whether `value` is a number of the format. `below` and `above` are then `value` itself.
-        below, above: the numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or
-            NaN in a format without infinity, or None in a format without both.
-        midpoint: the middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest
-            number it is the middle between that and the next number if there were one. None if `exact`, or if there is
-            no number on the other side.
-        nearest: the number that ``"nearest"`` chooses, with ties to even.
-        code_below, code_above, code_nearest: the codes of these numbers.
-        ulp: the distance between the format's numbers around `value`.
-        previous, next: the numbers strictly below and above `value`: `next_down` and `next_up`.
-    """
+    """The numbers of a format around a number, as returned by `neighbours`."""
 
     value: Number
-    exact: bool
+    exact: bool  # whether `value` is a number of the format. `below` and `above` are then `value` itself
+    # The numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or NaN in a format
+    # without infinity, or None in a format without both.
     below: Number | None
     above: Number | None
+    # The middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest number it is the
+    # middle between that and the next number if there were one. None if `exact`, or if no number is on the other side.
     midpoint: Fraction | None
-    nearest: Number
+    nearest: Number  # that ``"nearest"`` chooses, with ties to even
     code_below: int | None
     code_above: int | None
     code_nearest: int
-    ulp: Number
-    previous: Number
-    next: Number
+    ulp: Number  # the distance between the format's numbers around `value`
+    previous: Number  # strictly below `value`: `next_down`
+    next: Number  # strictly above `value`: `next_up`
 
     @property
     def error(self) -> Fraction | None:

@@ -45,33 +45,21 @@ _derived = partial(field, init=False, repr=False, compare=False)
 
 @dataclass(frozen=True)
 class Format:
-    """A number format of up to 64 bits.
+    """A number format of up to 64 bits."""
 
-    Args:
-        name: short name, unique.
-        title: name in the specification.
-        exponent: bits of the exponent field.
-        mantissa: bits of the mantissa field, without the implicit bit; for `integer`, all bits but the sign.
-        bias: number subtracted from the exponent field.
-        kind: a key of `FORMAT_KINDS`, the meaning of the largest codes.
-        aliases: other names.
-        torch, numpy, ml_dtypes: name of the dtype in these libraries; None if there is none.
-        hardware: the first data center generations of NVIDIA, AMD and Google whose matrix units multiply the format.
-        container: bits of a number in memory; None for `bits`.
-    """
-
-    name: str
-    title: str
-    exponent: int
-    mantissa: int
-    bias: int
-    kind: Kind = "ieee"
-    aliases: tuple[str, ...] = ()
-    torch: str | None = None
+    name: str  # short, unique
+    title: str  # name in the specification
+    exponent: int  # bits of the exponent field
+    mantissa: int  # bits of the mantissa field, without the implicit bit; for `integer`, all bits but the sign
+    bias: int  # subtracted from the exponent field
+    kind: Kind = "ieee"  # a key of `FORMAT_KINDS`, the meaning of the largest codes
+    aliases: tuple[str, ...] = ()  # other names
+    torch: str | None = None  # name of the dtype in this library and in the next two; None if there is none
     numpy: str | None = None
     ml_dtypes: str | None = None
+    # The first data center generations of NVIDIA, AMD and Google whose matrix units multiply the format.
     hardware: tuple[str, ...] = ()
-    container: int | None = field(default=None, repr=False)
+    container: int | None = field(default=None, repr=False)  # bits of a number in memory; None for `bits`
 
     # What follows from the fields, computed once: the lookup reads it hundreds of times for an answer.
     signed: bool = _derived()
@@ -164,26 +152,16 @@ has_infinity has_nan has_negative_zero has_zero has_subnormals torch numpy ml_dt
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """A format of blocks: elements of one format, and a scale for each block.
+    """A format of blocks: elements of one format, and a scale for each block."""
 
-    Args:
-        name: short name, unique, which ends in the rule unless that is ``"floor"``.
-        title: name in the specification.
-        element, scale: the formats of both.
-        size: elements of a block.
-        rule: how the scale is chosen; see `halfstep.numerics.formats.blocks`.
-        has_global_scale: whether a number of fp32, one for all blocks, multiplies all scales.
-        aliases: other names.
-    """
-
-    name: str
-    title: str
-    element: Format
-    scale: Format
-    size: int
-    rule: str = SCALE_RULES[0]
-    has_global_scale: bool = False
-    aliases: tuple[str, ...] = ()
+    name: str  # short, unique; it ends in the rule unless that is ``"floor"``
+    title: str  # name in the specification
+    element: Format  # of elements
+    scale: Format  # of scales
+    size: int  # elements of a block
+    rule: str = SCALE_RULES[0]  # how the scale is chosen; see `halfstep.numerics.formats.blocks`
+    has_global_scale: bool = False  # whether a number of fp32, one for all blocks, multiplies all scales
+    aliases: tuple[str, ...] = ()  # other names
 
     @property
     def bits(self) -> float:
@@ -255,8 +233,7 @@ def _row(
         row = KERNEL_FORMATS[name]
         fields, torch = (row.exponent, row.mantissa, row.bias, row.kind), row.torch
     exponent, mantissa, bias, kind = fields
-    makers = tuple(hardware.split(", "))
-    names = (tuple(aliases.split()), torch, numpy, ml_dtypes, makers)
+    names = (tuple(aliases.split()), torch, numpy, ml_dtypes, tuple(hardware.split(", ")))
     return Format(name, title, exponent, mantissa, bias, kind, *names, container or None)
 
 
@@ -342,11 +319,7 @@ class _Formats(Mapping[str, Format]):
         return None if row is None else _block_formats(*row)
 
     def element(self, name: object) -> Format:
-        """The format of single numbers of a name, as `formats` itself takes it.
-
-        Raises:
-            UnknownFormat: there is no such format, or it is one of blocks.
-        """
+        """The format of single numbers of a name, as `formats` takes it. Others raise `UnknownFormat`."""
         if isinstance(name, Format):
             return name
         if block := self._block(name):

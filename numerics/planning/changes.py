@@ -89,9 +89,8 @@ def ways_to_fit(memory: int, **arguments: Any) -> list[Way]:
         if after.totals.peak <= memory:
             costs = _costs(before, after)
             shown = {name: value for name, value in options.items() if before.settings.get(name) != value}
-            solutions.append(
-                (pick, hard, Way(shown, tuple(change.text.format_map(costs) for change in changes), after))
-            )
+            texts = tuple(change.text.format_map(costs) for change in changes)
+            solutions.append((pick, hard, Way(shown, texts, after)))
             if len(solutions) == MOST_WAYS:
                 break
     return [solution for *_, solution in solutions]
@@ -138,13 +137,10 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
     hosted = {"offload": True}, {"offload": True, "keep_weights": True}  # the latter where Muon needs it
     chosen = hosted if before.layout.adamw is not None else hosted[:1]
     yield [Change(way, "states and steps on the host: {host}", 3) for way in chosen] * (not settings["offload"])
+    divided = "everything divided among {} GPUs by FSDP2: each sends {{sent}}"
     yield [
-        Change(
-            {"gpus": count, "strategy": "fsdp", **no_view},
-            f"everything divided among {count} GPUs by FSDP2: each sends {{sent}}",
-            3 + doublings if doublings else 1,
-        )
-        for doublings, count in enumerate(gpus << power for power in range(7))
+        Change({"gpus": count, "strategy": "fsdp", **no_view}, divided.format(count), 3 + power if power else 1)
+        for power, count in enumerate(gpus << power for power in range(7))
         if count <= MOST_GPUS and count > 1 and (count, "fsdp") != (gpus, settings["strategy"])
     ]
 

@@ -69,8 +69,7 @@ class Layout:
 
         It reads the gradient, and reads and writes states and weight; a weight with a full master is only written.
         """
-        states = (stored.per_parameter for _, stored in self.states())
-        return self.moved_besides_states + 2 * sum(states, Fraction(0))
+        return self.moved_besides_states + 2 * sum((stored.per_parameter for _, stored in self.states()), Fraction(0))
 
     @property
     def moved_besides_states(self) -> Fraction:

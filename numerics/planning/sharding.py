@@ -193,12 +193,8 @@ class Sharding:
 
         DDP all-reduces gradients: 2·(N − 1)/N × their bytes. ZeRO-1 and 2 reduce-scatter gradients and all-gather
         weights, which is as much if both have the same width. ZeRO-3 and FSDP gather weights twice, which makes 1.5
-        times as much (Rajbhandari et al., §7), except those of the root unit of FSDP1 and FSDP2.
-
-        Args:
-            trained: the units whose gradients are sent.
-            units: the units whose weights are sent, including frozen ones.
-            widths: bytes per element of gradients and of weights when sent.
+        times as much (Rajbhandari et al., §7), except those of the root unit of FSDP1 and FSDP2. Gradients are those of
+        `trained` units, weights those of all `units`; `widths` are the bytes per element of both when sent.
         """
         ranks, divisor, by = self.ranks, self.divisor, self.strategy.by
         if ranks == 1:

@@ -189,9 +189,7 @@ class Training:
                 units[row] = [unit.of_muon(of_muon) for unit in self.trained]
         counts = {row: Fraction(parameters_of(of_row), parameters_of(self.trained)) for row, of_row in units.items()}
         shards = self.sharding.shards
-        return [
-            Stepped(row, units[row], shards(units[row], self.rank), share) for row, share in counts.items() if share
-        ]
+        return [Stepped(row, units[row], shards(units[row], self.rank), counts[row]) for row in units if counts[row]]
 
     @cached_property
     def scratch(self) -> Scratch | None:

@@ -8,40 +8,28 @@ from typing import Any
 
 import torch
 
-from halfstep.numerics.presentation import shown
+from halfstep.numerics.messages import shown
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """One parameter whose gradient was not finite.
-
-    Attributes:
-        name: name of the parameter.
-        inf_steps, nan_steps: number of steps in which its gradient held an Inf, and a NaN; a step may count in both.
-        first_step, last_step: the first and the last of these steps, as `GradScaler.update` counts them from 1.
-    """
+    """One parameter whose gradient was not finite."""
 
     name: str
-    inf_steps: int
-    nan_steps: int
-    first_step: int
+    inf_steps: int  # steps in which its gradient held an Inf
+    nan_steps: int  # and a NaN; a step may count in both
+    first_step: int  # the first and the last of these steps, as `GradScaler.update` counts them from 1
     last_step: int
 
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """The overflows that a scaler has counted.
+    """The overflows that a scaler has counted."""
 
-    Attributes:
-        steps, skipped: number of steps so far, and of those that were skipped.
-        last_skipped: the number of the last skipped step; 0 if none was skipped.
-        parameters: the parameters that overflowed, those with the most steps first.
-    """
-
-    steps: int
-    skipped: int
-    last_skipped: int
-    parameters: list[Overflow]
+    steps: int  # so far
+    skipped: int  # of these
+    last_skipped: int  # the number of the last skipped step; 0 if none was skipped
+    parameters: list[Overflow]  # those that overflowed, those with the most steps first
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
@@ -60,8 +48,7 @@ def names_of(
     for row, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             saved = group["param_names"][index] if group.get("param_names") else None
-            fallback = saved or f"optimizer {number}, group {row}, parameter {index}"
-            names.append(name_of.get(id(parameter), fallback))
+            names.append(name_of.get(id(parameter)) or saved or f"optimizer {number}, group {row}, parameter {index}")
     return names
 
 

@@ -35,7 +35,7 @@ from halfstep.kernels.streams import HostCopy, all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling import options
 from halfstep.numerics.scaling.decision import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
-from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
+from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, overflows
 from halfstep.numerics.scaling.sharding import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
 from halfstep.numerics.scaling.wrappers import is_zero
@@ -79,9 +79,7 @@ def _wraps(outer: Any, inner: Any) -> bool:
         return False
     if groups is inner_groups:
         return True
-    parameters, inner_parameters = (
-        [parameter for group in listed for parameter in group["params"]] for listed in (groups, inner_groups)
-    )
+    parameters, inner_parameters = parameters_of(outer), parameters_of(inner)
     return len(parameters) == len(inner_parameters) and all(map(is_, parameters, inner_parameters))
 
 
@@ -130,21 +128,11 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        hysteresis_refill: str = "growth",
-        write_back: bool = False,
-        process_group: Any = None,
-    ) -> None:
+        self, device: str = "cuda", init_scale: float = 2.0**16, growth_factor: float = 2.0,
+        backoff_factor: float = 0.5, growth_interval: int = 2000, enabled: bool = True, *,
+        min_scale: float | None = None, max_scale: float | None = None, hysteresis: int = 1,
+        hysteresis_refill: str = "growth", write_back: bool = False, process_group: Any = None,
+    ) -> None:  # fmt: skip
         if hysteresis_refill not in ("growth", "clean_step"):
             raise ValueError(
                 f"Expected hysteresis_refill to be 'growth' or 'clean_step', but got {hysteresis_refill!r}"
@@ -324,11 +312,7 @@ class GradScaler(torch.amp.GradScaler):
     def decision(self, optimizer: torch.optim.Optimizer) -> Decision | None:
         """The decision about the next step of an optimizer of halfstep, whose gradients are checked if they were not.
 
-        Returns:
-            The decision; None if no parameter has a gradient, on any rank.
-
-        Raises:
-            RuntimeError: `step` was called already since the last `update`.
+        None if no parameter has a gradient, on any rank. Raises a RuntimeError if `step` was called already.
         """
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -464,11 +448,9 @@ class GradScaler(torch.amp.GradScaler):
         overflow = self._agreed(overflow)
         assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
-        interval = min(self._growth_interval, 2**31 - 1)
-        rules = loss_scale.Rules(
-            *(self._growth_factor, self._backoff_factor, interval, self._hysteresis, self._refill_on_clean),
-            *(self._min_scale, self._max_scale),
-        )
+        factors = (self._growth_factor, self._backoff_factor, min(self._growth_interval, 2**31 - 1))
+        limits = (self._min_scale, self._max_scale)
+        rules = loss_scale.Rules(*factors, self._hysteresis, self._refill_on_clean, *limits)
         loss_scale.update(state, overflow, rules)
         self._host_copy.take(self._counts)
         self._scale_copy.take(scale)
@@ -552,13 +534,11 @@ class GradScaler(torch.amp.GradScaler):
                 optimizer was created with, or positions in the optimizer.
         """
         named = list(named_parameters)
-        rows = [
-            row
-            for number, checker in enumerate(self._checkers.values())
-            if (optimizer := checker.optimizer()) is not None
-            for counts in checker.counts.values()
-            for row in overflows(counts, names_of(optimizer, number, named))
-        ]
+        rows: list[Overflow] = []
+        for number, checker in enumerate(self._checkers.values()):
+            if (optimizer := checker.optimizer()) is not None:
+                names = names_of(optimizer, number, named)
+                rows += [row for counts in checker.counts.values() for row in overflows(counts, names)]
         rows.sort(key=lambda row: (-row.inf_steps - row.nan_steps, row.first_step, row.name))
         totals = [0, 0, 0] if self._counts is None else self._counts.tolist()
         return OverflowReport(totals[DECIDED], totals[SKIPPED], totals[LAST_SKIPPED], rows)

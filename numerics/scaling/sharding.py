@@ -71,21 +71,15 @@ class Ranks(NamedTuple):
 
 
 class Sharding:
-    """How a tensor lies on ranks.
-
-    Attributes:
-        shape: that of the whole tensor. FSDP1 shows a flat shard only.
-        local: this rank's part; a plain tensor itself.
-        mesh, placements: those of a DTensor; None and () for others.
-    """
+    """How a tensor lies on ranks."""
 
     __slots__ = ("_spec", "_strides", "is_flat", "local", "mesh", "placements", "shape")
 
     def __init__(self, tensor: Any) -> None:
-        self.shape, self._strides = tensor.shape, tensor.stride()
+        self.shape, self._strides = tensor.shape, tensor.stride()  # of the whole; FSDP1 shows a flat shard only
         self.local, self.is_flat = local(tensor), is_flat(tensor)
         self._spec = getattr(tensor, "_spec", None) if is_sharded(tensor) else None
-        self.mesh = None if self._spec is None else self._spec.mesh
+        self.mesh = None if self._spec is None else self._spec.mesh  # of a DTensor, as are the placements
         self.placements: tuple[Any, ...] = () if self._spec is None else tuple(self._spec.placements)
 
     def __str__(self) -> str:
@@ -102,11 +96,8 @@ class Sharding:
 
     def elements(self, where: str) -> tuple[int, int, int]:
         """Which elements of the whole this part has: the first one, how many follow one another, and the distance from
-        the first of such a run to that of the next one.
-
-        Raises:
-            ValueError: they do not lie at equal distances. The message calls the tensor `where`.
-        """
+        the first of such a run to that of the next one. Raises a ValueError, which calls the tensor `where`, if they do
+        not lie at equal distances."""
         whole, part = tuple(self.shape), tuple(self.local.shape)
         if self.mesh is None:
             return 0, max(math.prod(whole), 1), max(math.prod(whole), 1)
@@ -146,11 +137,8 @@ class Sharding:
 
     def cut(self) -> tuple[Any, int, Ranges] | None:
         """How one dimension is cut along one dimension of the mesh: the group of ranks, the dimension, and where the
-        part of each of them begins and ends. None if this rank has the whole.
-
-        Raises:
-            ValueError: FSDP1 has flattened the tensor, or two dimensions of the mesh cut it.
-        """
+        part of each of them begins and ends. None if this rank has the whole. Raises a ValueError if FSDP1 has
+        flattened the tensor, or two dimensions of the mesh cut it."""
         cuts = [
             number
             for number, placement in enumerate(self.placements)
@@ -351,21 +339,14 @@ def agreement(spread: Sequence[Ranks], further: Ranks | None, world: World) -> A
 
 
 class Topology:
-    """How an optimizer's parameters are distributed over ranks.
-
-    Attributes:
-        parameters: all parameters of the optimizer, in its order.
-        world: the default group.
-        number_of: for each parameter the number of its sharding, 0 for plain tensors; or None if all are plain.
-        members, groups, counted: those of `Agreement`.
-        settled: whether gradients need no `settle_gradients`.
-    """
+    """How an optimizer's parameters, in its order, are distributed over the ranks of the default group, `world`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None, world: Any = None) -> None:
         self.parameters, self.world = list(parameters), world
-        self.settled = not any(map(is_sharded, self.parameters))
+        self.settled = not any(map(is_sharded, self.parameters))  # whether gradients need no `settle_gradients`
         numbers: dict[Ranks | None, int] = {None: 0}
         number_of = [numbers.setdefault(ranks, len(numbers)) for ranks in self._ranks(process_group is not None)]
+        # For each parameter the number of its sharding, 0 for plain tensors; None if all are plain.
         self.number_of = number_of if len(numbers) > 1 else None
         spread = [ranks for ranks in numbers if ranks is not None]
         further, agreed = Ranks.of_group(process_group), Agreement()

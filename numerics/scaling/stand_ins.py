@@ -22,10 +22,9 @@ class StandIn(torch.Tensor):
     """A tensor without memory, with the shape, strides and dtype of `like`. Derived classes define the dispatch."""
 
     def __new__(cls, like: torch.Tensor, device: torch.device | None = None, **_: Any) -> StandIn:
-        stand_in: StandIn = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device or like.device, storage_size=0
         )
-        return stand_in
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -25,8 +25,7 @@ import torch
 
 from halfstep.kernels.cells import CELLS, CLASSES, LOWEST, ROWS, ZERO
 from halfstep.numerics.formats.table import Format, formats
-from halfstep.numerics.messages import percent
-from halfstep.numerics.presentation import shown
+from halfstep.numerics.messages import percent, shown
 from halfstep.numerics.statistics.counts import Statistics, checked_scale, statistics
 from halfstep.numerics.statistics.named_tensors import named_tensors
 
@@ -89,8 +88,7 @@ class ScaleAdvice:
         return plain | {"format": self.format.name, **limits, "notes": list(self.notes)}
 
     def __str__(self) -> str:
-        text: str = shown("advice_text", self)
-        return text
+        return shown("advice_text", self)
 
     def picture(self, path: str | Path) -> None:
         """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter."""
@@ -105,15 +103,12 @@ def _curves(counted: Statistics, format: Format) -> Curves:
     shift = EXPONENTS - round(math.log2(counted.scale))
 
     # The rows of three thresholds at each scale. Elements in the first and last row have left fp32's range and stay.
-    tie, normal, top = (
-        (exponent - shift - LOWEST).clip(0, ZERO - 1)
-        for exponent in (format.emin - format.mantissa - 1, format.emin, format.emax)
-    )
+    thresholds = (format.emin - format.mantissa - 1, format.emin, format.emax)
+    tie, normal, top = ((exponent - shift - LOWEST).clip(0, ZERO - 1) for exponent in thresholds)
     inside_tie, inside_top = ((row > 0) & (row < ZERO - 1) for row in (tie, top))
     flushed = below[:, tie.clip(1)] + np.where(inside_tie, cells[:, tie, 0], 0)
-    small = below[:, normal.clip(1)]
     overflow = numbers[:, None] - below[:, (top + 1).clip(1, ZERO - 1)] + np.where(inside_top, cells[:, top, 2], 0)
-    return Curves(flushed, small - flushed, overflow, numbers)
+    return Curves(flushed, below[:, normal.clip(1)] - flushed, overflow, numbers)
 
 
 def _counted(gradients: Any, format: Format, scaled_by: float | torch.Tensor) -> Statistics:
@@ -137,13 +132,9 @@ def _counted(gradients: Any, format: Format, scaled_by: float | torch.Tensor) ->
 
 
 def advise_scale(
-    gradients: Any,
-    format: Any = "fp16",
-    *,
-    share: float = 1e-3,
-    headroom: int = 2,
+    gradients: Any, format: Any = "fp16", *, share: float = 1e-3, headroom: int = 2,
     scaled_by: float | torch.Tensor = 1.0,
-) -> ScaleAdvice:
+) -> ScaleAdvice:  # fmt: skip
     """Recommend a loss scale, and report whether a format's range and precision suffice. Waits for the device.
 
     Args:
@@ -191,18 +182,11 @@ def advise_scale(
         verdict = "unscaled" if first <= _ONE <= last - headroom else "scaled"
     elif chosen.name != "bf16" and _fits_bf16(counted, share):
         verdict = "bf16"
-    return ScaleAdvice(
-        *(chosen, scale, low, high),
-        below=_limit(counted.names, curves.flushed, curves.numbers, first - 1),
-        above=_limit(counted.names, curves.overflow, curves.numbers, last + 1),
-        share=share,
-        headroom=headroom,
-        lost=int(curves.flushed[:, best].sum()) / int(curves.numbers.sum()),
-        verdict=verdict,
-        statistics=counted.at(scale),
-        notes=_notes(counted),
-        curves=curves,
-    )
+    below = _limit(counted.names, curves.flushed, curves.numbers, first - 1)
+    above = _limit(counted.names, curves.overflow, curves.numbers, last + 1)
+    lost = int(curves.flushed[:, best].sum()) / int(curves.numbers.sum())
+    kept, notes = counted.at(scale), _notes(counted)
+    return ScaleAdvice(chosen, scale, low, high, below, above, share, headroom, lost, verdict, kept, notes, curves)
 
 
 def _best(curves: Curves, last: int, first: int, headroom: int) -> int:

@@ -17,19 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from halfstep.kernels.cells import (
-    CELLS,
-    CLASSES,
-    ERROR_BINS,
-    LOWEST,
-    PER_OCTAVE,
-    ROWS,
-    ZERO,
-    Grid,
-    width,
-)
+from halfstep.kernels.cells import CELLS, CLASSES, ERROR_BINS, LOWEST, PER_OCTAVE, ROWS, ZERO, Grid, width
 from halfstep.numerics.formats.table import Format, formats
-from halfstep.numerics.presentation import shown
+from halfstep.numerics.messages import shown
 
 if TYPE_CHECKING:  # torch takes longer to import than many a checkpoint to count
     import torch
@@ -40,11 +30,7 @@ KINDS = ("zero", "flushed", "subnormal", "normal", "overflow", "infinite", "nan"
 
 
 def grid_of(format: Format) -> Grid:
-    """The parameters of a format for the kernel that counts.
-
-    Raises:
-        ValueError: the format is not a floating-point format with 1 to 23 mantissa bits, or exceeds fp32's range.
-    """
+    """The parameters of a format for the kernel that counts. Raises a ValueError for a format that it cannot count."""
     if format.kind in ("scale", "integer") or not 1 <= format.mantissa <= 23:
         raise ValueError(
             "Expected format to be a floating-point format with 1 to 23 mantissa bits, such as 'fp16' or 'e4m3fn', "
@@ -63,11 +49,7 @@ def grid_of(format: Format) -> Grid:
 
 
 def checked_scale(name: str, scale: Any) -> float:
-    """Validate a scale and round it to fp32.
-
-    Raises:
-        ValueError: `scale` is not a number from 2^-126 to 2^126.
-    """
+    """A scale, rounded to fp32. Raises a ValueError unless it is a number from 2^-126 to 2^126."""
     if isinstance(scale, bool) or not isinstance(scale, Real) or not LEAST_SCALE <= float(scale) <= LARGEST_SCALE:
         raise ValueError(f"Expected {name} to be a number from 2^-126 to 2^126, or a tensor of one, but got {scale!r}")
     return float(np.float32(float(scale)))
@@ -175,13 +157,9 @@ class Statistics(Sequence[Row]):
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        format: Format,
-        scale: float | torch.Tensor,
+        self, names: Sequence[str], dtypes: Sequence[str], format: Format, scale: float | torch.Tensor,
         counted: Sequence[tuple[torch.Tensor, Sequence[int]]] | np.ndarray,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.names, self.format = tuple(names), format
         self._dtypes, self._scale = tuple(dtypes), scale
         # Tables on devices with the rows that they count, until they are read; all counts on the host from then on.
@@ -297,8 +275,7 @@ class Statistics(Sequence[Row]):
 
     def table(self, limit: int | None = None) -> str:
         """A table of at most 80 columns: the `limit` worst tensors first (None: all), the total last; shares in %."""
-        text: str = shown("statistics_table", self, limit)
-        return text
+        return shown("statistics_table", self, limit)
 
     def __str__(self) -> str:
         return self.table(limit=20)
@@ -316,13 +293,9 @@ class Statistics(Sequence[Row]):
 
 
 def statistics(
-    tensors: Any,
-    format: Any = "fp16",
-    scale: float | torch.Tensor = 1.0,
-    *,
-    of: str = "parameters",
+    tensors: Any, format: Any = "fp16", scale: float | torch.Tensor = 1.0, *, of: str = "parameters",
     errors: bool = True,
-) -> Statistics:
+) -> Statistics:  # fmt: skip
     """Count where the elements of tensors, times `scale`, fall in a format, in one pass and one launch per dtype.
 
     Args:

@@ -82,11 +82,7 @@ def count_(
 
 
 def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
-    """The values of a tensor to count, as a dense fp64, fp32, fp16 or bf16 tensor.
-
-    Raises:
-        TypeError: the tensor has no values, or its dtype or layout is not supported.
-    """
+    """The values of a tensor to count, as a dense fp64, fp32, fp16 or bf16 tensor. Raises a TypeError for others."""
     values = local(tensor.detach())
     if values.layout == torch.sparse_coo:
         values = values.coalesce()._values()

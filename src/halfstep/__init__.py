@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from halfstep._version import __version__
-from halfstep.numerics import presentation
+from halfstep.numerics import messages
 
 if TYPE_CHECKING:
     from halfstep.integrations.doctor import doctor
@@ -48,35 +48,13 @@ _NAMES = {
 _HOME = {name: f"halfstep.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "AmpMonitor",
-    "GradScaler",
-    "Muon",
-    "SkipAwareScheduler",
-    "__version__",
-    "advise_scale",
-    "backend",
-    "cast",
-    "cast_parameters",
-    "cross_entropy",
-    "decode",
-    "doctor",
-    "encode",
-    "foreach_cast",
-    "foreach_check",
-    "foreach_unscale_",
-    "formats",
-    "log_probabilities",
-    "log_softmax",
-    "muon_groups",
-    "round_to",
-    "softmax",
-    "statistics",
-]
+    "SGD", "Adam", "AdamW", "AmpMonitor", "GradScaler", "Muon", "SkipAwareScheduler", "__version__", "advise_scale",
+    "backend", "cast", "cast_parameters", "cross_entropy", "decode", "doctor", "encode", "foreach_cast",
+    "foreach_check", "foreach_unscale_", "formats", "log_probabilities", "log_softmax", "muon_groups", "round_to",
+    "softmax", "statistics",
+]  # fmt: skip
 
-presentation.module = "halfstep.cli.results"  # results do not know who words and draws them
+messages.presenter = "halfstep.cli.results"  # results do not know who words and draws them
 
 
 def __getattr__(name: str) -> Any:

@@ -22,10 +22,6 @@ class Command(NamedTuple):
     module: str
     help: str
 
-    @property
-    def words(self) -> list[str]:
-        return self.name.split()
-
 
 _LOOKUP = "halfstep.cli.formats.commands"  # whose main takes the command's name too
 GROUPS = {
@@ -85,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("halfstep", "standard output is closed; send it to a file, or to /dev/null")
         return 1
     try:
-        return with_output("halfstep", lambda: _run(arguments))
+        return with_output(" ".join(["halfstep", *arguments[:1]]), lambda: _run(arguments))
     except KeyboardInterrupt:
         print("halfstep: interrupted", file=sys.stderr, flush=True)
         return 130
@@ -101,16 +97,16 @@ def _run(arguments: list[str]) -> int:
         print(f"halfstep {__version__}")
         return 0
     for command in COMMANDS:
-        words = command.words
+        words = command.name.split()
         if arguments[: len(words)] == words:
             module, options = importlib.import_module(command.module), arguments[len(words) :]
             return int(module.main(options, command.name) if command.module == _LOOKUP else module.main(options))
-    family = [command for command in COMMANDS if " " in command.name and command.words[0] == arguments[0]]
+    family = [command for command in COMMANDS if " " in command.name and command.name.split()[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         show(Table((), _listed(family), wraps=1))
         return 0 if len(arguments) > 1 else 2
     unknown = [word for word in arguments[: 2 if family else 1] if word != "--help"]
-    names = {" ".join(command.words[: len(unknown)]) for command in COMMANDS}
+    names = {" ".join(command.name.split()[: len(unknown)]) for command in COMMANDS}
     name = " ".join(unknown)
     complain("halfstep", f"unknown command {name!r}; {instead(name, sorted(names))}; see halfstep --help")
     return 2

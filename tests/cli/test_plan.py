@@ -15,7 +15,7 @@ import pytest
 from lookup_run import complaint, lines
 
 import halfstep
-from halfstep.cli import numbers
+from halfstep.cli import command_line
 from halfstep.cli.pages import planner
 from halfstep.numerics.planning import MODELS, OPTIMIZERS, STRATEGIES, layout, plan
 
@@ -33,7 +33,7 @@ def told(words: str) -> dict[str, Any]:
     ("text", "number"), [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350M", 3.5e8), ("7_000", 7e3), ("2.5e1", 25)]
 )
 def test_numbers_may_have_suffixes_and_exponents(text: str, number: float) -> None:
-    assert numbers.count()(text) == number
+    assert command_line.count()(text) == number
 
 
 def test_every_option_reaches_the_plan() -> None:

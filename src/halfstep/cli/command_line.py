@@ -10,12 +10,14 @@ import argparse
 import errno
 import importlib.util
 import itertools
+import math
 import os
 import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +25,7 @@ from halfstep.cli.figures import MISSING
 from halfstep.cli.terminal import show
 from halfstep.numerics.messages import instead, printable
 
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _NEGATIVE = re.compile(r"-\s*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)  # the start of a number; no option starts so
 
 
@@ -81,6 +84,44 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"unknown {name.lower().replace('-', ' ')} {value!r}; {remedy}")
 
 
+def number(convert: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
+    """An argparse type: a finite number that `convert` returns and `fine` accepts; `allowed` describes these."""
+
+    def parse(text: str) -> float:
+        try:
+            value = convert(text)
+            if math.isfinite(value) and fine(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"expected {allowed}, but got {text.strip()!r}")
+
+    return parse
+
+
+def whole(low: int, high: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
+    """An argparse type: an integer from `low` to `high`. The error ends with `note`."""
+    span = f"of at least {low}" if high == 2**63 - 1 else f"from {low} to {high}"
+    return number(int, lambda value: low <= value <= high, f"an integer {span}{note}")
+
+
+above_zero = number(float, lambda value: value > 0, "a number above 0")
+
+
+def _count(text: str) -> int:
+    """A positive integer, such as 7e9, 7B, 1.5B or 7_000_000. Raises ValueError for anything else."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
+    value = Fraction(match[1].replace("_", "")) * _SUFFIXES.get(match[2], 1) if match else Fraction(0)
+    if value < 1 or value.denominator != 1:
+        raise ValueError(text)
+    return int(value)
+
+
+def count(example: str = "") -> Callable[[str], int]:
+    """An argparse type: an integer of at least 1, also written as 7e9, 7B or 350M. The error ends with `example`."""
+    return number(_count, lambda value: True, "an integer of at least 1" + example)
+
+
 def a_path(text: str) -> Path:
     """An argparse type: any path. An empty one would be the current folder, which nobody means by it."""
     if not text:
@@ -121,28 +162,19 @@ def make_folder(path: Path) -> Path:
 
 
 def run(
-    parser: Parser,
-    argv: Sequence[str],
-    command: Callable[[argparse.Namespace], int | None],
+    parser: Parser, argv: Sequence[str], command: Callable[[argparse.Namespace], int | None],
     refused: tuple[type[Exception], ...] = (),
-) -> int:
-    """Carry out a command with the parsed options. Returns its exit status (0 for None), 2, or that of `with_output`.
+) -> int:  # fmt: skip
+    """Carry out a command with the parsed options. Returns its exit status: 0 for None, 2 after a refusal.
 
-    Args:
-        parser, argv: the parser of the command, and its arguments.
-        command: receives the options.
-        refused: exceptions besides `UsageError` whose text is an error message for the user.
+    The texts of `UsageError` and of the `refused` exceptions are error messages for the user.
     """
     refusals: tuple[type[Exception], ...] = (UsageError, *refused)
-
-    def carry_out() -> int:
-        try:
-            return command(parser.parse(argv)) or 0
-        except refusals as error:
-            complain(parser.prog, str(error))
-            return 2
-
-    return with_output(parser.prog, carry_out)
+    try:
+        return command(parser.parse(argv)) or 0
+    except refusals as error:
+        complain(parser.prog, str(error))
+        return 2
 
 
 def answer(
@@ -177,9 +209,8 @@ def typed_command(command: str, options: Iterable[tuple[str, str]]) -> str:
 def with_output(prog: str, command: Callable[[], int]) -> int:
     """Run `command` and flush standard output, so that an error of the output is reported here and not at exit.
 
-    Returns:
-        What `command` returned; 0 if the reader of a pipe closed it early, 1 if standard output cannot be written, and
-        2 if another file cannot be used.
+    Returns what `command` returned; 0 if the reader of a pipe closed it early, 1 if standard output cannot be written,
+    and 2 if another file cannot be used.
     """
     status = 0
     try:
@@ -200,4 +231,4 @@ def with_output(prog: str, command: Callable[[], int]) -> int:
 
 
 def complain(prog: str, text: str) -> None:
-    print(f"{prog}: error: {printable(text)}", file=sys.stderr)
+    print(printable(f"{prog}: error: {text}"), file=sys.stderr)

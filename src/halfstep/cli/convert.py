@@ -12,7 +12,19 @@ from halfstep.cli.command_line import Parser, UsageError, a_path, answer, run
 from halfstep.cli.terminal import UNBROKEN
 
 
-def _parser() -> Parser:
+def _run(options: argparse.Namespace) -> None:
+    from halfstep.integrations import checkpoint
+
+    try:
+        new = (checkpoint.export if options.model else checkpoint.convert)(options.old, options.new)
+    except checkpoint.CheckpointError as error:
+        raise UsageError(str(error)) from error
+    size = sum(file.stat().st_size for file in (new, *new.rglob("*")) if file.is_file())
+    content = {"read": str(options.old), "written": str(new), "bytes": size}
+    answer(options, lambda: content, lambda: [str(new)], columns=UNBROKEN)
+
+
+def main(argv: Sequence[str]) -> int:
     parser = Parser(
         "convert",
         "Convert a checkpoint of an earlier version (step-….pt, or a folder with .distcp files) or of "
@@ -23,21 +35,4 @@ def _parser() -> Parser:
     parser.add_argument("old", metavar="OLD", type=a_path, help="a checkpoint; it is not changed")
     parser.add_argument("new", metavar="NEW", type=a_path, help="the folder to write; with --model, for the file")
     parser.add_argument("--model", action="store_true", help="write only the model, for other programs")
-    return parser
-
-
-def _run(options: argparse.Namespace) -> None:
-    from halfstep.integrations import checkpoint
-
-    write = checkpoint.export if options.model else checkpoint.convert
-    try:
-        new = write(options.old, options.new)
-    except checkpoint.CheckpointError as error:
-        raise UsageError(str(error)) from error
-    size = sum(file.stat().st_size for file in (new, *new.rglob("*")) if file.is_file())
-    content = {"read": str(options.old), "written": str(new), "bytes": size}
-    answer(options, lambda: content, lambda: [str(new)], columns=UNBROKEN)
-
-
-def main(argv: Sequence[str]) -> int:
-    return run(_parser(), argv, _run, (OSError,))
+    return run(parser, argv, _run, (OSError,))

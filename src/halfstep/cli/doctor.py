@@ -13,18 +13,6 @@ from halfstep.cli.command_line import Parser, a_path, answer, run
 from halfstep.cli.terminal import Progress, Table, joined, text
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "doctor",
-        "Examine a checkpoint or, without PATH, what halfstep needs of this machine; python -m torch.utils.collect_env "
-        "prints the rest. Each finding says what is wrong, what it costs and what to do. In a training script, "
-        "halfstep.doctor(model, optimizer, scaler) examines the training itself.",
-        "examples: halfstep doctor; halfstep doctor run/step-00000120",
-    )
-    parser.add_argument("files", metavar="PATH", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
-    return parser
-
-
 def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
     return Table((), [(f"  {label}", words) for label, words in rows], wraps=1)
 
@@ -52,4 +40,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    return run(_parser(), argv, _run, (ValueError,))
+    parser = Parser(
+        "doctor",
+        "Examine a checkpoint or, without PATH, what halfstep needs of this machine; python -m torch.utils.collect_env "
+        "prints the rest. Each finding says what is wrong, what it costs and what to do. In a training script, "
+        "halfstep.doctor(model, optimizer, scaler) examines the training itself.",
+        "examples: halfstep doctor; halfstep doctor run/step-00000120",
+    )
+    parser.add_argument("files", metavar="PATH", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
+    return run(parser, argv, _run, (ValueError,))

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
-from halfstep.cli.numbers import number, whole
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, number, picture, run, whole
 from halfstep.cli.results import COLUMNS, SHARES, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
 from halfstep.numerics.formats.exact import parse_number
@@ -50,26 +49,6 @@ def _format(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return formats[text].name
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "inspect",
-        description="Count the values of the tensors in a checkpoint by their class in a number format: zero, flushed "
-        "to zero, subnormal, normal or overflowing. Also shows rounding errors and exponents. Reads files of "
-        "torch.save and safetensors, and executes nothing in them.",
-        epilog="examples: halfstep inspect model.safetensors; halfstep inspect grads.pt --scale 2^16 --advise",
-    )
-    add = parser.add_argument
-    add("files", metavar="PATH", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
-    add("-f", "--format", type=_format, default="fp16", metavar="FORMAT", help="fp16, bf16, e4m3fn, e5m7, ...")
-    scale = number(_scale, lambda scale: True, "a number from 2^-126 to 2^126, such as 65536 or 2^16")
-    add("--scale", type=scale, default=1.0, metavar="S", help="multiply by S first: a number, or a power such as 2^16")
-    add("--sort", choices=SORTS, default="size", help=f"order of the tensors: {', '.join(SORTS)}", metavar="BY")
-    add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
-    add("--advise", action="store_true", help="treat the tensors as gradients and recommend a loss scale")
-    add("--out", type=picture, metavar="FILE", help="draw exponents and the worst tensors to a .png, .svg or .pdf")
-    return parser
 
 
 def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
@@ -162,4 +141,20 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    return run(_parser(), argv, _inspect, (ImportError, TypeError, ValueError))
+    parser = Parser(
+        "inspect",
+        description="Count the values of the tensors in a checkpoint by their class in a number format: zero, flushed "
+        "to zero, subnormal, normal or overflowing. Also shows rounding errors and exponents. Reads files of "
+        "torch.save and safetensors, and executes nothing in them.",
+        epilog="examples: halfstep inspect model.safetensors; halfstep inspect grads.pt --scale 2^16 --advise",
+    )
+    add = parser.add_argument
+    add("files", metavar="PATH", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
+    add("-f", "--format", type=_format, default="fp16", metavar="FORMAT", help="fp16, bf16, e4m3fn, e5m7, ...")
+    scale = number(_scale, lambda scale: True, "a number from 2^-126 to 2^126, such as 65536 or 2^16")
+    add("--scale", type=scale, default=1.0, metavar="S", help="multiply by S first: a number, or a power such as 2^16")
+    add("--sort", choices=SORTS, default="size", help=f"order of the tensors: {', '.join(SORTS)}", metavar="BY")
+    add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
+    add("--advise", action="store_true", help="treat the tensors as gradients and recommend a loss scale")
+    add("--out", type=picture, metavar="FILE", help="draw exponents and the worst tensors to a .png, .svg or .pdf")
+    return run(parser, argv, _inspect, (ImportError, TypeError, ValueError))

@@ -57,10 +57,7 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
 
     A strategy that cannot offload is planned without offload, one that keeps all gradients without steps in the
     backward, and one without DDP's buckets without their views. With moments in 8 bits, strategies that cut rows of
-    parameters are left out. ``hsdp`` without ``shard`` has two groups.
-
-    Raises:
-        ValueError: the arguments cannot be used for the comparison.
+    parameters are left out. ``hsdp`` without ``shard`` has two groups. Raises a ValueError for other arguments.
     """
     gpus = arguments["gpus"]
     if gpus < 2:
@@ -78,8 +75,7 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
         changes["offload"] = arguments["offload"] and bool(able)
         kept = (arguments["keep_weights"] and strategy.by_rows) or row.adamw is not None
         changes["keep_weights"] = kept and changes["offload"]
-        label = name + (f", groups of {shard}" if shard else "")
-        plans.append((label, plan(**{**arguments, **changes})))
+        plans.append((name + (f", groups of {shard}" if shard else ""), plan(**{**arguments, **changes})))
     return plans
 
 
@@ -124,17 +120,17 @@ def planned(options: argparse.Namespace) -> dict[str, Any]:
     """The content of ``--json``, which docs/planning.md describes. Raises ValueError for an option that is refused."""
     arguments = _arguments(options)
     gpu = None if options.card is None else card(options.card)
-    solutions = []
+    ways = []
     if options.compare is None:
         result = plan(**arguments)
         plans = [(f"{result.layout.name}, {result.settings['strategy']}", result)]
-        solutions = [] if gpu is None else ways_to_fit(usable(gpu), **arguments)
+        ways = [] if gpu is None else ways_to_fit(usable(gpu), **arguments)
     else:
         one_of("compare", options.compare, COMPARISONS)
         plans = (compared_layouts if options.compare == "layouts" else compared_strategies)(arguments)
     changes = [
-        {"options": changed_options(solution.options), "costs": list(solution.texts), "peak": solution.plan.totals.peak}
-        for solution in solutions
+        {"options": changed_options(way.options), "costs": list(way.texts), "peak": way.plan.totals.peak}
+        for way in ways
     ]
     shown = []
     for label, result in plans:

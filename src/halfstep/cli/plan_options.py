@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from halfstep.cli.command_line import Parser, output_file
-from halfstep.cli.numbers import count, whole
+from halfstep.cli.command_line import Parser, count, output_file, whole
 from halfstep.numerics.planning import CARDS, CHECKPOINTING, MODELS, OPTIMIZERS, PRECISIONS, STRATEGIES
 from halfstep.numerics.planning.layouts import MOMENTS
 from halfstep.numerics.planning.plans import USUAL_BUCKET
@@ -101,14 +100,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
 }  # fmt: skip
 # Those of a plan, by all of their names: what a state of the page can have.
-OF_A_PLAN = {
-    name: option
-    for options in OPTIONS.values()
-    for option in options
-    if option.label or option.name == "compare"
-    for name in (option.name, option.also)
-    if name
-}
+_SHOWN = [option for options in OPTIONS.values() for option in options if option.label or option.name == "compare"]
+OF_A_PLAN = {name: option for option in _SHOWN for name in (option.name, option.also) if name}
 
 
 def settings(options: argparse.Namespace) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from halfstep.cli.plan_options import OF_A_PLAN
 from halfstep.cli.terminal import Table, text
+from halfstep.numerics.messages import count
 from halfstep.numerics.planning.sharding import BUSES
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
@@ -28,13 +29,6 @@ def unit_of(value: int, largest: int = 40) -> tuple[int, str]:
     return next((2**power, name) for power, name in units if power <= largest and (value >= 2**power or not power))
 
 
-def _flop(value: float) -> str:
-    prefixes = ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"), (0, ""))
-    return next(
-        f"{value / 10**power:.3g} {prefix}FLOP" for power, prefix in prefixes if value >= 10**power or not power
-    )
-
-
 def _milliseconds(amount: float, rate: float) -> str:
     return f"{digits(1e3 * amount / rate)} ms"
 
@@ -55,16 +49,13 @@ def headline(plan: dict[str, Any]) -> str:
 
 def part_rows(plan: dict[str, Any]) -> list[list[str]]:
     """Name, bytes per parameter, divisor, bytes, phase and note of each part."""
-    return [
-        [
-            part["name"],
-            "" if part["per_parameter"] is None else f"{part['per_parameter']:.4g}",
-            _several(part["divisor"]),
-            ("" if part["exact"] else "≈ ") + size(part["bytes"]),
-            *(_PHASES[part["phase"]] if part["place"] == "gpu" else "on the host", part["note"]),
-        ]
-        for part in plan["parts"]
-    ]
+    rows = []
+    for part in plan["parts"]:
+        each = "" if part["per_parameter"] is None else f"{part['per_parameter']:.4g}"
+        amount = ("" if part["exact"] else "≈ ") + size(part["bytes"])
+        phase = _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host"
+        rows.append([part["name"], each, _several(part["divisor"]), amount, phase, part["note"]])
+    return rows
 
 
 def message_rows(plan: dict[str, Any]) -> list[list[str]]:
@@ -170,8 +161,9 @@ def sentences(content: dict[str, Any]) -> list[str]:
     timed = gpu is not None and gpu["bandwidth"] is not None
     if work is not None:
         again = work["hardware"] - work["training"]
-        recomputed = f", and {_flop(again)} recomputed for checkpointing" if again else ""
-        lines.append(f"Work of a step: {'' if work['exact'] else '≈ '}{_flop(work['training'])} per GPU{recomputed}.")
+        recomputed = f", and {count(again, 'FLOP')} recomputed for checkpointing" if again else ""
+        total = ("" if work["exact"] else "≈ ") + count(work["training"], "FLOP")
+        lines.append(f"Work of a step: {total} per GPU{recomputed}.")
     crossing = sum(sent["bytes"] for sent in plan["communication"] if sent["name"].startswith("copy "))
     if crossing:
         times = " and ".join(f"{_milliseconds(crossing, rate)} at {rate // 10**9} GB/s" for _, rate in BUSES)

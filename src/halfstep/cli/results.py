@@ -1,6 +1,6 @@
 """The texts of results: statistics of tensors, advice on a loss scale, overflows; and the functions that draw them.
 
-`numerics.presentation` calls these by name: ``str(result)``, ``result.table()`` and ``result.picture(path)``. Plain
+`numerics.messages.shown` calls these by name: ``str(result)``, ``result.table()`` and ``result.picture(path)``. Plain
 text, at most 80 columns.
 """
 
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from halfstep.cli.terminal import UNBROKEN, Table, rendered
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.messages import percent
+from halfstep.numerics.messages import count, percent
 
 if TYPE_CHECKING:  # `halfstep inspect` does not import torch for its texts
-    from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
+    from halfstep.numerics.scaling.overflow import OverflowReport
     from halfstep.numerics.statistics.advice import ScaleAdvice
     from halfstep.numerics.statistics.counts import Row, Statistics
 
@@ -37,16 +37,6 @@ def shortened(name: str, room: int) -> str:
         return short
     front = (room - 1) // 2
     return f"{short[:front]}…{short[len(short) - (room - 1 - front) :]}"
-
-
-def count(number: int) -> str:
-    """A count in at most six characters: ``"999"``, ``"12.3k"``, ``"1.2G"``."""
-    value = float(number)
-    for unit in ("", "k", "M", "G", "T"):
-        if value < 999.5 or unit == "T":
-            break
-        value /= 1000
-    return f"{value:.0f}" if unit == "" else f"{value:.3g}{unit}"
 
 
 def power(scale: float) -> str:
@@ -128,10 +118,8 @@ def advice_text(advice: ScaleAdvice) -> str:
     if advice.above:
         lines.append(f"  at {power(advice.above.scale)}: {advice.above.name} overflows")
     subnormal, headroom = advice.statistics.total.share("subnormal"), math.log2(advice.high / advice.scale)
-    lines.append(
-        f"  at {best}: {percent(advice.lost)} % flushed, {percent(subnormal)} % subnormal, "
-        f"{headroom:.0f} bits of headroom"
-    )
+    kept = f"{percent(subnormal)} % subnormal, {headroom:.0f} bits of headroom"
+    lines.append(f"  at {best}: {percent(advice.lost)} % flushed, {kept}")
     lines.append(_VERDICTS[advice.verdict].format(name=name))
     return "\n".join([*lines, *advice.notes])
 
@@ -140,15 +128,9 @@ def overflow_text(report: OverflowReport) -> str:
     head = f"{report.skipped} of {report.steps} steps skipped"
     if not report.parameters:
         return head
-    width = max(len(overflow.name) for overflow in report.parameters)
-    lines = [
-        f"  {row.name:{width}}  {overflow_kind(row):10}  first at step {row.first_step}, last at {row.last_step}"
-        for row in report.parameters
-    ]
-    return "\n".join([f"{head}, the last one step {report.last_skipped}", *lines])
-
-
-def overflow_kind(overflow: Overflow) -> str:
-    """For example ``"Inf 3, NaN 1"``."""
-    counts = (("Inf", overflow.inf_steps), ("NaN", overflow.nan_steps))
-    return ", ".join(f"{name} {count}" for name, count in counts if count)
+    lines, width = [f"{head}, the last one step {report.last_skipped}"], max(len(row.name) for row in report.parameters)
+    for row in report.parameters:
+        steps = (("Inf", row.inf_steps), ("NaN", row.nan_steps))
+        kinds = ", ".join(f"{name} {number}" for name, number in steps if number)
+        lines.append(f"  {row.name:{width}}  {kinds:10}  first at step {row.first_step}, last at {row.last_step}")
+    return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.figures import figure, tidy
@@ -43,16 +44,12 @@ def zones(exponents: dict[int, int], form: Format, scale: float) -> tuple[dict[s
     """The exponents before scaling between which each class lies, and the ends of an axis to draw `exponents` on."""
     shift = math.log2(scale)
     first, subnormal, last = (form.emin - form.mantissa - 1 - shift, form.emin - shift, form.emax + 1 - shift)
-    limits = {
-        "flushed": (-math.inf, first),
-        "subnormal": (first, subnormal),
-        "normal": (subnormal, last),
-        "overflow": (last, math.inf),
-    }
+    ends = pairwise((-math.inf, first, subnormal, last, math.inf))
+    limits = dict(zip(("flushed", "subnormal", "normal", "overflow"), ends, strict=True))
     # A format as wide as fp32 says nothing beyond the numbers that are there.
     if form.emax > 60:
-        ends = (min(exponents) - 4, max(exponents) + 5) if exponents else (-20, 5)
-        return limits, ends[0] - shift, ends[1] - shift
+        drawn = (min(exponents) - 4, max(exponents) + 5) if exponents else (-20, 5)
+        return limits, drawn[0] - shift, drawn[1] - shift
     # The zones beyond both ends are wide enough for their names.
     low = min([*exponents, form.emin - form.mantissa - 3]) - shift - 1
     high = max(max([*exponents, form.emax + 2]) - shift + 2, last + OUTER * (last - low))

@@ -48,23 +48,15 @@ def joined(*parts: str | Text, by: str = "") -> Text:
 class Table:
     """A table without borders, which becomes several below one another where the screen is too narrow for it.
 
-    Args:
-        header: the names of the columns, which may have several lines; empty for none.
-        rows: the cells of each row. An empty row is a horizontal line.
-        right: indices of the columns that are aligned to the right.
-        ruled: whether the header is bold and has a line below it.
-        wraps: the index of a column whose cells may be broken between words.
+    Names in the `header` may have several lines. Cells are str and Text; an empty row is a horizontal line. The columns
+    `right` are aligned to the right, and cells of the column `wraps` may be broken between words. If the table is
+    `ruled`, the header is bold and has a line below it.
     """
 
     def __init__(
-        self,
-        header: Sequence[str],
-        rows: Iterable[Sequence[Any]],  # of str and Text
-        right: Iterable[int] = (),
-        *,
-        ruled: bool = False,
+        self, header: Sequence[str], rows: Iterable[Sequence[Any]], right: Iterable[int] = (), *, ruled: bool = False,
         wraps: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from rich.cells import cell_len
 
         self.header, self.right, self.ruled, self.wraps = header, set(right), ruled, wraps

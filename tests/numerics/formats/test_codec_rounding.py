@@ -20,7 +20,7 @@ from implementations import ALL as ALL_IMPLEMENTATIONS
 from implementations import using
 
 import halfstep
-from halfstep.numerics.formats import codec, exact, philox_words
+from halfstep.numerics.formats import codec, exact
 from halfstep.numerics.formats.arrays import BLOCK_ELEMENTS
 from halfstep.numerics.formats.table import custom, formats
 
@@ -124,7 +124,7 @@ def test_every_mode_and_policy(name: str, dtype: type) -> None:
                 for i, (value, code) in enumerate(zip(values.tolist(), codes.tolist(), strict=True)):
                     if rounding == "stochastic":
                         options["offset"] = OFFSET + i
-                    number, word = exact.exact(value), philox_words.word(OFFSET + i, SEED)
+                    number, word = exact.exact(value), exact.random_word(OFFSET + i, SEED)
                     expected = oracle.rounded(number, name, rounding, overflow, word, flush)
                     single = exact.encode_exact(number, name, rounding, **options)
                     assert code == single == expected, (rounding, options, value.hex())
@@ -243,7 +243,7 @@ def test_the_same_codes_as_cast(dtype: torch.dtype, implementation: str) -> None
 def test_where_a_word_makes_the_difference(name: str) -> None:
     """Values made for their words: one step of the noise less and they stay, that step more and they move."""
     form, count = formats[name], 200
-    words = [philox_words.word(i, SEED) for i in range(count)]
+    words = [exact.random_word(i, SEED) for i in range(count)]
     unit = form.ulp(form.max / 4)  # of a number in the middle, and k units of it
     base = form.max / 4 - (form.max / 4) % unit
     normal = [(base, unit, Fraction(2**32 - word, 2**32), Fraction(1, 2**32)) for word in words]
@@ -266,7 +266,7 @@ def test_where_a_word_makes_the_difference(name: str) -> None:
 def test_subnormals_alone_round_what_is_dropped_before_noise_is_added() -> None:
     """A quarter of a step less than moves: that is rounded away among subnormals, and kept in the smallest normal."""
     form = formats["e4m3fn"]
-    words = [philox_words.word(i, SEED) for i in range(50)]
+    words = [exact.random_word(i, SEED) for i in range(50)]
     parts = [1 - ((word >> 12) + 0.25) / 2**20 for word in words]
     for units, moves in ((7, True), (8, False), (9, False)):
         values = np.array([(units + part) * form.min_subnormal for part in parts])

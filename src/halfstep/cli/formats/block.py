@@ -55,11 +55,10 @@ class CodedBlock(NamedTuple):
         return math.sqrt(sum((value - number) ** 2 for number, value in pairs) / total) if total else None
 
     def as_dict(self, names: Sequence[str]) -> dict[str, Any]:
-        given = ({"text": name, **values.number_dict(number)} for name, number in zip(names, self.numbers, strict=True))
-        rows = [
-            {"input": number, **element.as_dict(), "stored": values.number_dict(value)}
-            for number, element, value in zip(given, self.elements, self.stored, strict=True)
-        ]
+        rows = []
+        for name, number, element, value in zip(names, self.numbers, self.elements, self.stored, strict=True):
+            typed = {"text": name, **values.number_dict(number)}
+            rows.append({"input": typed, **element.as_dict(), "stored": values.number_dict(value)})
         shared = {"scale": self.scale.as_dict(), "global_scale": values.number_dict(self.global_scale)}
         words = {"decides": self.decides, "explanation": reasons(self), "rms": self.rms}
         return {"format": self.form.as_dict(), **shared, **words, "elements": rows}

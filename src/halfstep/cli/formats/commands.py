@@ -6,22 +6,22 @@ Each command is a function above its entry in `_LOOKUPS`. What it returns is pri
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
-import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.text import Text
 
-from halfstep.cli import command_line, numbers
-from halfstep.cli.command_line import UsageError
+from halfstep.cli import command_line
+from halfstep.cli.command_line import UsageError, whole
 from halfstep.cli.figures import INSTALL
 from halfstep.cli.formats import block, compare, values
 from halfstep.cli.formats.values import Encoded, Stored
 from halfstep.cli.terminal import Table, joined, say, text, width
 from halfstep.kernels.formats import BLOCKS
-from halfstep.numerics.formats import exact, philox_words
+from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, BlockFormat, Format, formats
 
@@ -74,9 +74,7 @@ def _family(name: str, find: Callable[[str], Any] = formats.element) -> list[Any
         raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
 
 
-def _any_family(name: str) -> list[Any]:
-    """`_family`, formats of blocks included."""
-    return _family(name, formats.__getitem__)
+_any_family = functools.partial(_family, find=formats.__getitem__)  # formats of blocks included
 
 
 def number(hint: str) -> Callable[[str], Typed]:
@@ -141,10 +139,8 @@ def rounding_option(modes: Sequence[str]) -> Option:
     return _option("--rounding", choices=modes, default="nearest", metavar="MODE", help=listed)
 
 
-_BEYOND = "inf (NaN in a format without), saturate (the largest number) or nan (default: inf)"
-OVERFLOW = _option(
-    "--overflow", choices=OVERFLOWS, default="inf", metavar="MODE", help=f"result of an overflow: {_BEYOND}"
-)
+_BEYOND = "result of an overflow: inf (NaN in a format without), saturate (the largest number) or nan (default: inf)"
+OVERFLOW = _option("--overflow", choices=OVERFLOWS, default="inf", metavar="MODE", help=_BEYOND)
 
 
 def named(nargs: str, help: str, metavar: str = "FORMAT", parse: Callable[[str], Any] = _family) -> Option:
@@ -250,10 +246,8 @@ def _limits(chosen: Sequence[Format]) -> Table:
     header, rows = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has", "torch"), []
     for format in chosen:
         figures = map(values.short, (format.max, format.min_normal, format.min_subnormal, format.eps))
-        digits = f"{format.digits10}-{format.max_digits10}"
-        rows.append(
-            (format.name, compare.fields(format), *figures, digits, compare.specials(format), format.torch or "-")
-        )
+        digits, dtype = f"{format.digits10}-{format.max_digits10}", format.torch or "-"
+        rows.append((format.name, compare.fields(format), *figures, digits, compare.specials(format), dtype))
     return _fitting(Table(header, rows, range(2, 7)), Table(header[:-1], [row[:-1] for row in rows], range(2, 7)))
 
 
@@ -266,7 +260,7 @@ def _limits(chosen: Sequence[Format]) -> Table:
     formats_option("formats to use; several names, or several times (default: all)"),
     rounding_option(ENCODE_ROUNDINGS),
     OVERFLOW,
-    _option("--seed", type=numbers.whole(0), metavar="N", help="seed of --rounding stochastic"),
+    _option("--seed", type=whole(0), metavar="N", help="seed of --rounding stochastic"),
 )
 def _encode(options: argparse.Namespace) -> Answer:
     rounding, overflow, seed = options.rounding, options.overflow, options.seed
@@ -277,18 +271,13 @@ def _encode(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.formats)
 
     def result(number: Number, format: Format) -> Encoded:
-        noise = (
-            philox_words.word(0, random.getrandbits(63) if seed is None else seed) if rounding == "stochastic" else 0
-        )
-        return values.encoded(number, format, rounding, overflow, noise)
+        word = exact.random_word(0, seed) if rounding == "stochastic" else 0
+        return values.encoded(number, format, rounding, overflow, word)
 
     rows = [(typed, [result(typed.number, format) for format in chosen]) for typed in options.numbers]
     if options.json:
-        return chosen, [
-            {"input": typed.as_dict(), **result.as_dict(), "elsewhere": result.elsewhere}
-            for typed, row in rows
-            for result in row
-        ]
+        pairs = [(typed.as_dict(), result) for typed, row in rows for result in row]
+        return chosen, [{"input": typed, **result.as_dict(), "elsewhere": result.elsewhere} for typed, result in pairs]
     blocks = []
     for typed, row in rows:
         table = _fitting(*(_encodings(row, *columns) for columns in ((24, 64, True), (16, 64), (16, 16), (24,))))
@@ -437,11 +426,9 @@ def _neighbours(number: Number, format: Format) -> dict[str, Any]:
         return dict.fromkeys(("below", "above", "midpoint", "ulp"))
     around = exact.neighbours(number, format)
     sides = {"below": around.code_below, "above": around.code_above}
-    return {
-        **{name: None if code is None else Stored(code, format).as_dict() for name, code in sides.items()},
-        "midpoint": None if around.midpoint is None else values.number_dict(around.midpoint),
-        "ulp": values.number_dict(around.ulp),
-    }
+    shown = {name: None if code is None else Stored(code, format).as_dict() for name, code in sides.items()}
+    midpoint = None if around.midpoint is None else values.number_dict(around.midpoint)
+    return {**shown, "midpoint": midpoint, "ulp": values.number_dict(around.ulp)}
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
@@ -503,27 +490,23 @@ def _compare(options: argparse.Namespace) -> Answer:
 
     if options.json:
         rows = [{"input": typed.as_dict(), **result.as_dict()} for typed, row in examples for result in row]
-        compared = list(map(compare.format_dict, chosen))
-        return chosen, [
-            {"formats": compared, "pairs": list(itertools.starmap(compare.pair_dict, pairs)), "examples": rows}
-        ]
+        properties, paired = map(compare.format_dict, chosen), itertools.starmap(compare.pair_dict, pairs)
+        return chosen, [{"formats": list(properties), "pairs": list(paired), "examples": rows}]
     figures = []
     for (name, value), *following in zip(*map(compare.figures, chosen), strict=True):
         texts = [value, *(value for _, value in following)]
         if name != "codes":
             style = "strong" if len(set(texts)) > 1 else ""
             figures.append([text(name, "faint"), *(text(value, style) for value in texts)])
-    words = [
-        joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
-        for first, second in pairs
-    ]
+    compared = [(", ".join(_names(pair)), " ".join(compare.pair_words(*pair))) for pair in pairs]
+    words = [joined(text(names, "strong"), f": {sentences}") for names, sentences in compared]
     cells = []
     for typed, row in examples:
         stored = (result.stored.text(15) if result.stored else "-" for result in row)
         outcomes = (_coloured(result.outcome_text) for result in row)
         cells.append([typed, *(joined(*pair, by=" ") for pair in zip(stored, outcomes, strict=True))])
-    numbers = Table(("number", *_names(chosen)), cells)
-    return chosen, [Table(("", *_names(chosen)), figures), "", *words, "", numbers]
+    names = _names(chosen)
+    return chosen, [Table(("", *names), figures), "", *words, "", Table(("number", *names), cells)]
 
 
 def _measured(options: argparse.Namespace) -> Any:
@@ -587,7 +570,7 @@ def _ladder(options: argparse.Namespace) -> Answer:
     _option(
         "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to start with"
     ),
-    _option("--port", type=numbers.whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
+    _option("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
     _option("--no-open", action="store_true", help="do not open the page in the browser"),
     _option(
         "--out", type=command_line.output_file, metavar="FILE", help="write one answer to FILE, and serve no page"

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from halfstep.cli.formats import values
-from halfstep.numerics.formats.exact import parse_number, power_of_two
+from halfstep.numerics.formats.exact import parse_number, power_of_two, unit_exponent
 from halfstep.numerics.formats.table import FORMAT_KINDS, Format
 
 _EXAMPLES = ("0.1", "1.0001", "1e-7")
@@ -32,13 +32,11 @@ def count_text(count: int, text: str = "") -> str:
 
 def figures(format: Format) -> list[tuple[str, str]]:
     named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
-    codes = [f"{name} {values.code_text(code, format)}" for name, code in named if code is not None]
+    codes = (f"{name} {values.code_text(code, format)}" for name, code in named if code is not None)
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
     threshold = values.overflow_threshold(format)
-    least_normal, smallest, eps = (
-        f"2^{power_of_two(Fraction(value))} = {values.short(value)}"
-        for value in (format.min_normal, format.min_subnormal, format.eps)
-    )
+    powers = (format.min_normal, format.min_subnormal, format.eps)
+    least_normal, smallest, eps = (f"2^{power_of_two(Fraction(value))} = {values.short(value)}" for value in powers)
     return [
         ("sign/exponent/mantissa", f"{fields(format)}, {size}"),
         ("bias", str(format.bias)),
@@ -82,17 +80,12 @@ def lowest_exponent(format: Format) -> int:
     return format.emin - format.mantissa if format.has_subnormals else format.emin
 
 
-def _step_exponent(format: Format, exponent: int) -> int:
-    """The s for which the values in [2^exponent, 2^(exponent + 1)) are the multiples of 2^s."""
-    return 0 if format.kind == "integer" else max(exponent, format.emin) - format.mantissa
-
-
 def shared_in(exponent: int, *formats: Format, top: float | None = None) -> int:
     """Number of values in [2^exponent, 2^(exponent + 1)) up to `top`, by default the largest, that all formats have."""
     if any(exponent < lowest_exponent(format) for format in formats):
         return 0
     top = min(format.max for format in formats) if top is None else top
-    step = max(_step_exponent(format, exponent) for format in formats)
+    step = max(unit_exponent(Fraction(2) ** exponent, format) for format in formats)
     in_binade = 1 << (exponent - step)
     return max(0, min(in_binade, int(Fraction(top) / Fraction(2) ** step) - in_binade + 1))
 
@@ -122,13 +115,6 @@ def examples(chosen: Sequence[Format]) -> list[str]:
     return [text for text in dict.fromkeys(numbers) if text in _EXAMPLES or (len(text) <= 12 and differs(text))]
 
 
-def _percent(count: int, total: int) -> str:
-    """A share in percent, which shows 0 and 100 only if they are exact."""
-    if count in (0, total):
-        return "none" if count == 0 else "all"
-    return f"{values.rounded(Fraction(100 * count, total), 3)} %"
-
-
 def pair_words(first: Format, second: Format) -> list[str]:
     shared, words = shared_values(first, second), []
     down = lowest_exponent(second) - lowest_exponent(first)
@@ -136,7 +122,7 @@ def pair_words(first: Format, second: Format) -> list[str]:
         if powers:
             reaching = (first if powers > 0 else second).name
             words.append(f"{reaching} reaches 2^{abs(powers)} times further {direction}.")
-    coarser = _step_exponent(second, 0) - _step_exponent(first, 0)
+    coarser = unit_exponent(Fraction(1), second) - unit_exponent(Fraction(1), first)
     if coarser and all(format.min_subnormal <= 1 <= format.max for format in (first, second)):
         closer = (first if coarser > 0 else second).name
         words.append(f"Near 1 {closer}'s numbers are 2^{abs(coarser)} times closer together.")
@@ -145,18 +131,17 @@ def pair_words(first: Format, second: Format) -> list[str]:
     if shared in (first.values, second.values):
         inner, outer = (first, second) if shared == first.values else (second, first)
         return [*words, f"{outer.name} holds every value of {inner.name}: casting there and back loses nothing."]
-    shares = (f"{_percent(shared, form.values)} of {form.name}'s {form.values:,}" for form in (first, second))
-    return [*words, f"They share {shared:,} values: {' and '.join(shares)}."]
+    parts = [(form, values.rounded(Fraction(100 * shared, form.values), 3)) for form in (first, second)]
+    shares = " and ".join(f"{percent} % of {form.name}'s {form.values:,}" for form, percent in parts)
+    return [*words, f"They share {shared:,} values: {shares}."]
 
 
 def pair_dict(first: Format, second: Format) -> dict[str, Any]:
+    def ratio(name: str) -> dict[str, str | None]:
+        return values.number_dict(Fraction(getattr(first, name)) / Fraction(getattr(second, name)))
+
+    ratios = {"eps_ratio": ratio("eps"), "max_ratio": ratio("max"), "min_ratio": ratio("min_subnormal")}
     shared = shared_values(first, second)
-    ratios = {
-        f"{name.split('_')[0]}_ratio": values.number_dict(
-            Fraction(getattr(first, name)) / Fraction(getattr(second, name))
-        )
-        for name in ("eps", "max", "min_subnormal")
-    }
     only = {format.name: format.values - shared for format in (first, second)}
     words = pair_words(first, second)
     return {"formats": [first.name, second.name], "shared_values": shared, "only_in": only, **ratios, "words": words}

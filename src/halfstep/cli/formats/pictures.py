@@ -47,8 +47,7 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
         lower = (start - 1, smallest, "right") if start >= lowest else (lowest + 1, f"← {smallest}", "left")
         upper = (end + 1, largest, "left") if end <= highest else (highest - 1, f"{largest} →", "right")
         for (x, label, side), inside in ((lower, start < lowest), (upper, end > highest)):
-            ink = "white" if inside else _INK
-            axes.text(x, row, label, ha=side, va="center", fontsize=9, color=ink)
+            axes.text(x, row, label, ha=side, va="center", fontsize=9, color="white" if inside else _INK)
 
 
 def draw_codes(axes: Any, format: Format) -> None:

@@ -290,10 +290,8 @@ def overflows(number: Number, format: Format) -> bool:
         return number == number
     if format.kind == "scale" and number < 0:
         return True
-    magnitude, negative = abs(Fraction(number)), number < 0
-    return magnitude > format.max and exact.unlimited_code(magnitude, negative, format) > exact.largest_magnitude(
-        negative, format
-    )
+    size, minus = abs(Fraction(number)), number < 0
+    return size > format.max and exact.unlimited_code(size, minus, format) > exact.largest_magnitude(minus, format)
 
 
 def encoded(number: Number, format: Format, rounding: str = "nearest", overflow: str = "inf", word: int = 0) -> Encoded:
@@ -344,8 +342,7 @@ def _chances(number: Number, format: Format) -> list[tuple[Number, Fraction]]:
         return [(number, Fraction(1))]
     magnitude, step = abs(Fraction(number)), Fraction(2) ** exact.unit_exponent(Fraction(number), format)
     units, part = divmod(magnitude / step, 1)
-    coarse = format.has_subnormals and format.emin > -126 and magnitude < format.min_normal
-    steps = 2**31 if coarse else 2**32
+    steps = 2**31 if format.has_subnormals and format.emin > -126 and magnitude < format.min_normal else 2**32
     share = Fraction(part * steps // 1, steps)
     sides: list[Number] = [units * step, (units + 1) * step]
     if number < 0:

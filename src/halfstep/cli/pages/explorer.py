@@ -17,25 +17,20 @@ from halfstep.cli.command_line import typed_command
 from halfstep.cli.formats import block, values
 from halfstep.cli.formats.compare import count_text, figures, lowest_exponent, pair_words, shared_in
 from halfstep.cli.formats.values import Encoded, Stored
-from halfstep.kernels.formats import BLOCKS, SCALE_RULES, BlockRow
+from halfstep.kernels.formats import BLOCKS, SCALE_RULES
 from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, Number
 from halfstep.numerics.formats.table import Format, formats
 
-
-def _rules(row: BlockRow) -> tuple[str, ...]:
-    """The rules that its name does not stand for already."""
-    return () if row.has_global_scale else SCALE_RULES[1:]
-
-
 EXAMPLE = {"x": "0.1", "f": "bf16", "g": "fp16", "r": "nearest", "o": "inf", "n": "canonical", "s": "1"}
 EXAMPLE |= {"b": "0.1 -100 500 3", "k": "mxfp8_e4m3"}
+_OF_BLOCKS = [name for row in BLOCKS for name in (row.name, *(f"{row.name}_{rule}" for rule in SCALE_RULES[1:]))]
 CHOICES = {
     "r": [[mode, mode] for mode in ENCODE_ROUNDINGS[:-1]],
     "o": [[mode, mode] for mode in OVERFLOWS],
     "n": [[mode, mode] for mode in NANS],
     "s": [["1", "kept"], ["0", "flushed to zero"]],
-    "k": [[name, name] for row in BLOCKS for name in (row.name, *(f"{row.name}_{rule}" for rule in _rules(row)))],
+    "k": [[name, name] for name in _OF_BLOCKS if name in formats],
 }
 _INTEGER = re.compile(r"\s*(0x[0-9a-f_]+|0b[01_]+|[0-9][0-9_]*)\s*", re.ASCII | re.IGNORECASE)
 _NEAR = 4  # numbers of each format that are shown below and above
@@ -166,13 +161,11 @@ def _row(name: str, result: Encoded) -> list[str]:
 def _chosen(question: _Question, result: Encoded, stored: Stored) -> dict[str, Any]:
     error, value = f", {result.ulps_text} ulp" if result.error else "", values.all_digits(stored.value)
     form, modes = result.format, {"rows": _modes(question, result.format), "here": question.options["rounding"]}
+    integer = form.kind == "integer"
     return {
         "value": [values.fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
         "title": f"{_cut(question.name, 40)} in {form.name} is {stored.text(24)}: {result.outcome_text}{error}",
-        "bits": [
-            [name, digits, "" if form.kind == "integer" else str(int(digits, 2))]
-            for name, digits in stored.fields.items()
-        ],
+        "bits": [[name, bits, "" if integer else str(int(bits, 2))] for name, bits in stored.fields.items()],
         "line": _line(question, result),
         "why": _why(question, result),
         "facts": _facts(result, stored),
@@ -217,10 +210,8 @@ def _code_in(value: Number, format: Format) -> str:
 
 def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
     value, format = stored.value, result.format
-    rows = [
-        ("format", f"{format.name}: {format.title}"),
-        ("code", f"{stored.hex} = {' '.join(stored.fields.values())}"),
-    ]
+    code = f"{stored.hex} = {' '.join(stored.fields.values())}"
+    rows = [("format", f"{format.name}: {format.title}"), ("code", code)]
     if isinstance(value, Fraction) and value:
         under = value.denominator
         fraction = f"{value.numerator}/2^{under.bit_length() - 1}" if under > 2**30 else str(value)
@@ -268,9 +259,8 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
     rows: list[list[Any]] = []
     for row in listed:
         limits = (row.min_subnormal, row.min_normal, row.max)
-        rows.append(
-            [row.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(values.short, limits[::2]))]
-        )
+        ends = " to ".join(map(values.short, limits[::2]))
+        rows.append([row.name, *(percent(math.log2(limit)) for limit in limits), ends])
     words = "It is not on this axis." if at is None else f"The magnitude is 2^{at:.2f}."
     step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
     ticks = [[percent(e), f"2^{e}"] for e in range(-(-low // step) * step, high + 1, step)]

@@ -29,8 +29,7 @@ def html(page: str, mode: str, state: Mapping[str, str] | None = None) -> str:
         "start": json.dumps(start, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         "script": script,
     }
-    template = asset("head.html") + asset(f"{page}.html")
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: texts[name[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: texts[name[1]], asset("head.html") + asset(f"{page}.html"))
 
 
 def asset(name: str) -> str:

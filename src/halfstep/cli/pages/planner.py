@@ -13,10 +13,8 @@ from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, parser
 from halfstep.cli.plan_tables import comparison, headline, message_rows, part_rows, sentences, size, typed, verdict
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES
 
-EXAMPLE = {
-    **{"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"},
-    **{"batch": "1", "seq": "4096", "checkpointing": "full"},
-}
+EXAMPLE = {"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"}
+EXAMPLE |= {"batch": "1", "seq": "4096", "checkpointing": "full"}
 # Colours of the parts on a light and on a dark ground. On the light one they are those of Okabe and Ito, which
 # colour-blind readers can tell apart; neighbours also differ in lightness.
 COLOURS = {
@@ -69,12 +67,9 @@ def _choices(state: State) -> dict[str, list[list[str]]]:
     cards = [[gpu.name, f"{gpu.name}, {gpu.memory / 2**30:g} GiB"] for gpu in CARDS.values()]
     cards += [[card, card]] if card and card.lower() not in CARDS else []  # a size, such as "24GiB"
     strategies = [[s.name, s.text if s.text.startswith(s.name) else f"{s.name}: {s.text}"] for s in STRATEGIES.values()]
+    fixed = [option for option in FIELDS.values() if option.choices]
     return {
-        **{
-            option.name: _same(option.choices, "" if option.default else "default")
-            for option in FIELDS.values()
-            if option.choices
-        },
+        **{option.name: _same(option.choices, "" if option.default else "default") for option in fixed},
         "model": [["", _NUMBER], *_same(MODELS)],
         "card": [["", "none"], *cards],
         "strategy": [["", "default"], *strategies],
@@ -158,16 +153,14 @@ def _plan(state: State) -> dict[str, Any]:
     if card and card["memory"] <= whole:
         scale += f" The line is the card's {size(card['memory'])}, the dashed one what remains after the reserve."
     coloured = [part["name"] for part in at_peak(plan)]
+    ways = []
+    for way in content["ways"]:
+        shown = {"words": typed(way["options"]), "peak": size(way["peak"]), "costs": way["costs"]}
+        ways.append(shown | {"state": _without_none({**state, **way["options"]})})
     return {
         "verdict": verdict(plan),
         "headline": headline(plan),
-        "ways": [
-            {
-                **{"words": typed(solution["options"]), "peak": size(solution["peak"]), "costs": solution["costs"]},
-                "state": _without_none({**state, **solution["options"]}),
-            }
-            for solution in content["ways"]
-        ],
+        "ways": ways,
         "fits": card["fits"] if card else None,
         "bar": _bar(plan, whole),
         "scale": scale if plan["totals"]["peak"] else "Everything is on the host.",
