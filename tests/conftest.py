@@ -1,8 +1,6 @@
 """Chooses how Triton kernels run, before any test imports halfstep: on a GPU, in Triton's interpreter, or compiled on
 the software GPU (``pytest --software-gpu sm_90``)."""
 
-from __future__ import annotations
-
 import gc
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """`halfstep bench gpu` on the model of a GPU: what its checks detect, and what is on disk when it is killed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The timing of every benchmark: interleaved rounds, clocks, memory, and graphs on a model of a GPU."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 All runs of two processes are made one after the other in the same two processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

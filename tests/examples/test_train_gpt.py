@@ -1,7 +1,5 @@
 """examples/train_gpt.py from the command line to its files: the report, early stopping, signals, and errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

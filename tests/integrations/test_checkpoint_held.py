@@ -1,7 +1,5 @@
 """Checkpoints of the optimizer state in the held format: size, resuming in another process, and errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

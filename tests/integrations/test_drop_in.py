@@ -1,7 +1,5 @@
 """What frameworks and users of torch's optimizers rely on beyond the arithmetic."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

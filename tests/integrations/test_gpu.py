@@ -3,8 +3,6 @@
 Imports nothing but pytest and torch, so that they run on a machine that has only these.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Launches, five for any number of tensors, are counted on a GPU in test_gpu.py.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

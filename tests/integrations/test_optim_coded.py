@@ -1,7 +1,5 @@
 """AdamW with 8-bit moments: which parameters, checkpoints, other layouts, errors."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """The optimizer state in the held format: its bytes, and loading it into every layout."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 from typing import Any

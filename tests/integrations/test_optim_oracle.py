@@ -1,7 +1,5 @@
 """Adam and AdamW against float64: random configurations, a thousand steps; and the memory they need."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """AdamW with stochastic rounding: the same bits for any grouping, sharding, order and restart."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial

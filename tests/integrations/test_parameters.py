@@ -1,7 +1,5 @@
 """Duplicate parameters, compiled steps, lazy negations, and `cast_parameters`, which leaves buffers unchanged."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps inside the backward: the bits of a step after it, and one bucket of gradients at any time."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

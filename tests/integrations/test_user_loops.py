@@ -5,8 +5,6 @@ raise an error that names the remedy. To differ and say nothing always fails, bu
 documentation. The plain optimizer has the bits of its reference, and in fp32 agrees with torch's AdamW.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator

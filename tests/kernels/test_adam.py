@@ -1,8 +1,6 @@
 """Adam and AdamW: bit for bit the numpy oracle's, in every layout and implementation; skipping, clipping, extremes;
 with stochastic rounding, however the work is cut, and right in the mean. Moments in 8 bits: test_adam_coded.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

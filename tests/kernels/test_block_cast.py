@@ -1,8 +1,6 @@
 """Casts to formats of blocks: the rule against the codec of numerics, which is tested against other libraries, and the
 kernels and the C++ against the rule."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Casts between fp32, fp16, bf16 and FP8: every rounding against fractions, every kind of tensor, noise, autograd."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from functools import cache

@@ -4,8 +4,6 @@ Two nets. The rules below hold for every kernel, whatever was recorded; each exc
 reason. The bounds in ``audit_bounds.json`` hold each variant to what it had reached; `make bounds` records them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

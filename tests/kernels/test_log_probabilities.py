@@ -1,7 +1,5 @@
 """Log-probabilities against fp64 and their own rule: every form, extreme rows, memory layouts, long rows, in place."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The device table and the checks of lists: the content of rows, when they are written, and errors."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """One definition of an operator serves every way of calling it. test_softmax_api.py has softmax in transforms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values of softmax and log-softmax, forward and backward, against numpy in fp64, for all three implementations."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

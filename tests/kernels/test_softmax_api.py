@@ -1,7 +1,5 @@
 """Softmax under autograd, torch.compile and torch.func, and its errors."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exact softmax, the default: one set of bits for each row, of every implementation, split and batch."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Unscale and check: flags, the sum of squares against exact sums, the same bits from all three implementations."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

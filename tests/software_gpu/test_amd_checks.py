@@ -1,7 +1,5 @@
 """Errors of the AMD machine: for each fault, a small kernel that is refused and a correct one that is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from software_gpu.gpu import SoftwareGPU

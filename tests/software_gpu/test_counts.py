@@ -1,7 +1,5 @@
 """The counts recorded by `make bounds` are those of the kernels."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

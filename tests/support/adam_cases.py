@@ -1,7 +1,5 @@
 """Tensors and steps for every Adam layout, on the devices of each implementation."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 load must not do. fuzz_checkpoints.py uses them for thousands of checkpoints, and the tests for a few.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Two ranks that save and load checkpoints of FSDP1, torch's AdamW and CPU offload, for test_checkpoint_kinds.py."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing here imports halfstep. The fields of the formats are written down again, from the specifications.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Count the bytes that are allocated for parameters, gradients and states, and the bytes of messages."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from fractions import Fraction

@@ -7,8 +7,6 @@ All bits must be equal: gradients are integers, so that sums of squares are exac
 As a program it is the campaign: ``python tests/support/device_programs.py --tries 1000 --seed 0``.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

@@ -1,8 +1,6 @@
 """Tables of the documentation that programs write: the block between the comments ``<!-- NAME: generated -->`` and
 ``<!-- NAME: end -->``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

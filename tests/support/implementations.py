@@ -1,7 +1,5 @@
 """Run a function with each implementation: the reference, the compiled C++ and the Triton kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

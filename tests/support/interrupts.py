@@ -11,8 +11,6 @@ optimizer is `OffloadedAdamW`, in three buckets; with ``--muon`` it is `Muon`, w
 With ``--sharded`` the parameters are DTensors of this rank alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import random

@@ -3,8 +3,6 @@
 Written from the definition, without chunks; it shares no code with the package, and knows its rules for -inf and NaN.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from tolerances import LOG_PROBABILITIES_UNITS, SOFTMAX_DEPTH

@@ -1,7 +1,5 @@
 """The shape of the lookup's JSON, as docs/lookup.md describes it, and a checker of it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing here imports halfstep. numpy's fp32 and fp64 scalars and arrays do one I
 included, which torch's on the CPU is not), so an oracle written in them has the bits that the kernels must have.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from functools import cache

@@ -3,8 +3,6 @@
 Settings are texts by the names of options, as in the address of the planner; "" is an option without a value.
 """
 
-from __future__ import annotations
-
 import random
 
 from halfstep.numerics.planning import CARDS, CHECKPOINTING, LAYOUTS, MODELS, STRATEGIES

@@ -8,8 +8,6 @@ breaks the GPU's context, its worker ends and a new one goes on with the other t
 Exit status: 0 if every test passed or was skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

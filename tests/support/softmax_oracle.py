@@ -3,8 +3,6 @@
 Written from the definition, it shares no code with the package, and knows the rules for -inf, Inf and NaN.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

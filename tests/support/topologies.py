@@ -3,8 +3,6 @@
 Every rank has the same batch, so the gradient is that of one process, up to the order of summation.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable

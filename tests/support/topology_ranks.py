@@ -3,8 +3,6 @@
 What they assert follows the last message between ranks, so that a rank that fails leaves no other one waiting.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A training with occasional faults on one rank, and checks of the reaction of all ranks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Log-probabilities of a vocabulary that ranks share, against those of whole rows, for test_cases_on_ranks.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """`halfstep.integrations.trainers.transformers` with the real library, and with TRL and PEFT."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The codec's interface: inputs, outputs and errors."""
 
-from __future__ import annotations
-
 import math
 import random
 from decimal import Decimal

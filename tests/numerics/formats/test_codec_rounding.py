@@ -4,8 +4,6 @@
 fraction is rounded, are compared with tests/support/codec_oracle.py (a sorted table), which shares no code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from fractions import Fraction

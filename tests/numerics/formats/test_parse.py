@@ -1,7 +1,5 @@
 """Parsing numbers: exact, safe, and with helpful errors."""
 
-from __future__ import annotations
-
 import math
 import time
 from fractions import Fraction

@@ -3,8 +3,6 @@
 The oracle (tests/support/codec_oracle.py) has the fields written down again and derives everything by counting.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Planned bytes and messages of each of torch's strategies equal those of two and of four real processes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from typing import Any

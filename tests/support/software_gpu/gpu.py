@@ -7,8 +7,6 @@ launch to `SoftwareGPU`.
     pytest --software-gpu sm_90 tests/kernels        # tests of Triton kernels run them compiled
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import hashlib
