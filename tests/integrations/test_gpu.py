@@ -18,10 +18,7 @@ from tolerances import MUON_ACROSS_DEVICES
 
 import halfstep
 
-pytestmark = [
-    pytest.mark.sample(6),
-    pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest"),
-]
+pytestmark = [pytest.mark.sample(6), pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")]
 
 SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
 OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)

@@ -7,20 +7,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from adam_cases import (
-    CODED,
-    FEW,
-    LAYOUTS,
-    STOCHASTIC_LAYOUTS,
-    USUAL,
-    Memory,
-    Step,
-    cut,
-    examine,
-    label,
-    make,
-    standard,
-)
+from adam_cases import CODED, FEW, LAYOUTS, STOCHASTIC_LAYOUTS, USUAL, Memory, Step, cut, examine, label, make, standard
 from implementations import ALL, using
 from noise import Noise
 from oracles import BF16, FP16, FP32, NUMPY, assert_same_bits

@@ -7,14 +7,7 @@ import torch
 from implementations import using
 
 import halfstep
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    FIRST_CHUNK,
-    NUMEL,
-    TableCache,
-    TensorTable,
-    check_tensor_list,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, FIRST_CHUNK, NUMEL, TableCache, TensorTable, check_tensor_list
 
 CPU = torch.device("cpu")
 

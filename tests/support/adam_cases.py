@@ -223,9 +223,7 @@ class Memory:
 
         self.groups[:, MAX_NORM] = torch.tensor(limits or (step.max_norm or 0.0,), dtype=torch.float64)
         control = adam.Control(
-            scalar(step.grad_scale, FP32),
-            scalar(step.found_inf, FP32),
-            scalar(step.sum_of_squares, torch.float64),
+            scalar(step.grad_scale, FP32), scalar(step.found_inf, FP32), scalar(step.sum_of_squares, torch.float64)
         )
         adam.step(self.batch, self.groups, control)
         for grad, passed in zip(self.lists[adam.GRAD], step.grads, strict=True):

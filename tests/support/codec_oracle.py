@@ -142,12 +142,7 @@ def beyond(negative: bool, name: str, overflow: str) -> int:
 
 
 def rounded(
-    value: Fraction | float,
-    name: str,
-    rounding: str,
-    overflow: str = "inf",
-    word: int = 0,
-    flush: bool = False,
+    value: Fraction | float, name: str, rounding: str, overflow: str = "inf", word: int = 0, flush: bool = False
 ) -> int:
     """The code that a value rounds to, by its position between two values of the table. NaN is the canonical one."""
     if value != value:

@@ -298,10 +298,7 @@ def adam_step(
             new_top = a.astype(tensor.top.dtype)
         else:
             new_top, top_scales = _coded(a, tensor.top_scales, np.full(a.size, block_oracle.UP), False)
-        return AdamTensor(
-            *(param, new_m, new_v, t, extra, new_top, o, tensor.noise),
-            *(m_scales, v_scales, top_scales),
-        )
+        return AdamTensor(*(param, new_m, new_v, t, extra, new_top, o, tensor.noise), *(m_scales, v_scales, top_scales))
 
 
 def _moment(held: np.ndarray, scales: np.ndarray | None, signed: bool) -> np.ndarray:

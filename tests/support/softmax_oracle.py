@@ -9,14 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from implementations import twin
-from tolerances import (
-    ROUNDOFF,
-    SOFTMAX_DEPTH,
-    SOFTMAX_EXACT_DEPTH,
-    SOFTMAX_EXACT_UNITS,
-    SOFTMAX_FLUSHED,
-    SOFTMAX_UNITS,
-)
+from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_EXACT_DEPTH, SOFTMAX_EXACT_UNITS, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
 

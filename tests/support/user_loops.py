@@ -576,10 +576,7 @@ LOOPS: dict[str, Callable[[Run], None]] = {
 
 
 def accumulating(
-    every: int,
-    scale: float = 1.0,
-    no_sync: bool = True,
-    between: Callable[..., Any] = lambda run, model: None,
+    every: int, scale: float = 1.0, no_sync: bool = True, between: Callable[..., Any] = lambda run, model: None
 ) -> Callable[[Run], None]:
     """A program with a step after `every` micro-batches."""
 
