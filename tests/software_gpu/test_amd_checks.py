@@ -14,17 +14,6 @@ def run(machine: SoftwareGPU, body: str, *tensors: torch.Tensor, threads: int = 
     machine.run_text(wave_kernel(body, threads=threads), *given, threads=threads, **options)
 
 
-@pytest.mark.parametrize("access", [LOAD, STORE])
-def test_an_access_past_the_end_is_refused(machine: SoftwareGPU, access: str) -> None:
-    run(machine, access, torch.zeros(64, dtype=torch.int32))
-    word = "load" if access is LOAD else "store"
-    where = rf"tested, line \d+ \(\?, global_{word}_dword\), block 0, thread 63"
-    with pytest.raises(RuntimeError, match=rf"{where}: {word} of 4 bytes at 0x\w+, in no live .* 252 bytes, ends 0"):
-        run(machine, access, torch.zeros(63, dtype=torch.int32))
-    masked = f"\tv_cmp_gt_u32_e32 vcc, 63, v0\n\ts_and_saveexec_b64 s[12:13], vcc\n{access}"
-    run(machine, masked, torch.zeros(63, dtype=torch.int32))
-
-
 BUFFER = """
 	s_mov_b32 s14, RECORDS
 	s_mov_b32 s12, s4
