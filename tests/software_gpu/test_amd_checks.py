@@ -5,9 +5,6 @@ import torch
 from software_gpu.gpu import SoftwareGPU
 from software_gpu.snippets import wave_kernel
 
-STORE = "\tglobal_store_dword v1, v2, s[4:5]"
-LOAD = "\tglobal_load_dword v3, v1, s[4:5]"
-
 
 def run(machine: SoftwareGPU, body: str, *tensors: torch.Tensor, threads: int = 64, **options: int) -> None:
     given = [*tensors, *[tensors[0]] * (4 - len(tensors))]

@@ -51,6 +51,19 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
     return {**made, "scalars": storage_bytes(states)}
 
 
+class Operations(TorchDispatchMode):
+    """The names of torch's operations inside the block, views left out: each would allocate, copy or launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view and function.namespace != "profiler":  # the label around Optimizer.step
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
 class Peak(TorchDispatchMode):
     """The largest sum of bytes of storages that exist at once, of those that operators have allocated."""
 
