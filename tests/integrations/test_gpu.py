@@ -52,7 +52,6 @@ def model(
 
 
 def shapes_of(options: dict[str, Any]) -> Any:
-    """The shapes of parameters of a layout."""
     return MATRICES if options.get("state_dtype") == "8bit" else SIZES
 
 

@@ -24,7 +24,6 @@ BUFFER = """
 
 
 def test_a_buffer_reads_zeros_past_its_end(machine: SoftwareGPU) -> None:
-    """Past its end a buffer reads 0 and takes nothing."""
     held, read = torch.full((32,), 7, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
     run(machine, BUFFER.replace("RECORDS", "0x80"), held, read)
     assert held.tolist() == list(range(32)) and read.tolist() == [7] * 32 + [0] * 32

@@ -74,7 +74,6 @@ class Step:
     max_norm: float | None = None
 
     def expected(self, tensors: list[AdamTensor]) -> list[AdamTensor]:
-        """The tensors that the oracle expects."""
         return [
             adam_step(
                 tensor,

@@ -202,7 +202,6 @@ class Program:
             self.scaler.load_state_dict(self.saved_scale)
 
     def file(self) -> None:
-        """A checkpoint in a file."""
         with tempfile.TemporaryDirectory() as folder:
             state = {"optimizer": self.optimizer.state_dict(), "model": self.model.state_dict()}
             found = checkpoint.load(checkpoint.save(folder, 1, state))

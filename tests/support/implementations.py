@@ -36,5 +36,4 @@ def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def twins(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The `twin` of each tensor."""
     return [twin(tensor, device) for tensor in tensors]

@@ -100,7 +100,6 @@ COMMANDS: dict[str, tuple[Any, Any]] = {
 
 
 def violations(value: Any, rule: Any, where: str = "$") -> list[str]:
-    """The places where `value` violates `rule`."""
     if isinstance(rule, tuple):
         tried = [violations(value, alternative, where) for alternative in rule]
         return [] if [] in tried else tried[0]

@@ -17,7 +17,6 @@ OPTIONS = {
 
 
 def words(settings: Settings) -> list[str]:
-    """The settings as a command line."""
     return [f"--{name}={text}" if text else f"--{name}" for name, text in settings.items()]
 
 

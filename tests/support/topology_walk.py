@@ -123,7 +123,6 @@ class Walk:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _expect(self, broken: bool) -> None:
-        """Update the expected scale."""
         self.clean += not broken
         self.since = 0 if broken else self.since + 1
         if broken:

@@ -48,8 +48,6 @@ _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 
 @dataclass
 class Launch:
-    """A completed launch."""
-
     program: Program
     grid: tuple[int, int, int]
     threads: int
