@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,17 @@ def using(name: str, family: str) -> Iterator[torch.device]:
             device = torch.device("cuda")
     with halfstep.backend("auto" if name == "native" else name):
         yield device
+
+
+def devices(family: str) -> Any:
+    """A fixture `device`, for which a test is run with each implementation of a family in turn."""
+
+    @pytest.fixture(name="device", params=ALL)
+    def fixture(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+        with using(request.param, family) as device:
+            yield device
+
+    return fixture
 
 
 def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
