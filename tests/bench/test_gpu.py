@@ -28,9 +28,6 @@ def test_without_a_gpu_it_says_what_to_use_instead(
     assert not (tmp_path / "out").exists()
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "CHECKED", Sizes(2**12, (100,), (99,), (1, 3), 0, slow=False))
@@ -68,9 +65,6 @@ def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
     order = [(case.operation, case.size["columns"]) for case in gpu_checks.largest_first(cases(("softmax",), SOFTMAX))]
     forward, backward = "softmax forward", "softmax backward"
     assert order == [(name, columns) for columns in (64, 16) for name in (forward, forward, backward, backward)]
-
-
-# -------------------------------------------------------------------------------------------------------- on the disk
 
 
 def statuses(out: Path) -> dict[str, str]:

@@ -77,9 +77,6 @@ def test_the_copy_moves_the_bytes_it_is_given() -> None:
     assert timing.copy_gb_per_s(FixedClock({}), 3 * 10**7) == 0.03, "the copy takes a second"
 
 
-# ------------------------------------------------------------------------------------- on a model of a GPU that is late
-
-
 @pytest.fixture
 def gpu_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model], tuple[timing.GpuClock, list[int]]]:
     """A clock on a model, and the cycles for which it has kept the GPU busy."""

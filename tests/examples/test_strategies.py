@@ -152,9 +152,6 @@ def test_only_rank_0_prints_and_says_how_the_run_was_laid_out(runs: tuple[Runs, 
     assert all(f"&quot;{words}" in page for words in ("strategy&quot;: &quot;zero1&quot;", "checkpointing&quot;: true"))
 
 
-# ------------------------------------------------------------------------------------------------------ one process
-
-
 def _lose_the_last(out: Path, precision: str) -> None:
     shutil.rmtree(checkpoint.checkpoints(out / "checkpoints" / precision)[-1][1])
 

@@ -142,9 +142,6 @@ def test_shards_of_a_tensor_that_one_rank_has_are_in_files_of_their_own(tmp_path
     assert torch.equal(checkpoint.load(path, model=model)["whole"], whole)
 
 
-# ------------------------------------------------------------------------------------------------------------- foreign
-
-
 def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
     path = _save(tmp_path, _run("split, 8 bits", steps=1))
     model, _ = _run("split, 8 bits", seed=1)

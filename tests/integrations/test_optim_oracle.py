@@ -153,9 +153,6 @@ def test_stochastic_rounding_is_unbiased_over_many_seeds() -> None:
     assert (exact - 1).abs().min() > 10 * deviation / math.sqrt(size), "the test would not notice a weight that stays"
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-
 def bytes_of(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

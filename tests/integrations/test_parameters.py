@@ -41,9 +41,6 @@ def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backen
     assert (bits(p.detach()) == bits(once.detach())).all()
 
 
-# -------------------------------------------------------------------------------------------------------------- compile
-
-
 def training(dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).to(BF16).to(dtype)
@@ -145,9 +142,6 @@ def test_lazy_negations_are_stepped_with_their_sign(backend: str, master_weights
                 optimizer.step()
             stepped.append(parameter.detach().resolve_neg())
         assert torch.equal(*stepped)
-
-
-# ---------------------------------------------------------------------------------------------------- cast_parameters
 
 
 class Rotary(torch.nn.Module):

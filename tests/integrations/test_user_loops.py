@@ -153,8 +153,6 @@ def test_the_tables_name_programs() -> None:
     assert len(PROGRAMS) >= 62 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
 
 
-# ------------------------------------------------------------------------------------------- random loops with mistakes
-
 # Number 52 writes a parameter without a gradient.
 # In the layouts by turns, but 52 in each.
 LOOPS = [(seed, LAYOUTS_OF_16_BITS[seed % len(LAYOUTS_OF_16_BITS)]) for seed in range(30)]

@@ -12,9 +12,6 @@ from halfstep.kernels.multi_tensor import ADDRESSES, FIRST_CHUNK, NUMEL, TableCa
 CPU = torch.device("cpu")
 
 
-# --------------------------------------------------------------------------------------------------------------- table
-
-
 def test_rows_hold_sizes_first_chunks_and_addresses() -> None:
     table = TensorTable([5, 0, 4, 1, 9], operands=2, chunk=4, device=CPU)
     assert table.rows.dtype == torch.int64 and table.chunk_tensor.dtype == torch.int32
@@ -51,9 +48,6 @@ def test_too_many_chunks_for_one_launch_are_refused_before_anything_is_made() ->
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- cache
-
-
 def test_the_cache_finds_a_table_again_and_follows_its_tensors() -> None:
     cache = TableCache(operands=2, chunk=4)
     first, second = [torch.ones(5), torch.ones(6)], [torch.ones(5), torch.ones(6)]
@@ -86,9 +80,6 @@ def test_threads_do_not_read_each_others_tables() -> None:
         for thread in threads:
             thread.join()
     assert wrong == []
-
-
-# -------------------------------------------------------------------------------------------------------------- checks
 
 
 @pytest.mark.parametrize(

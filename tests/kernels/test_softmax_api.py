@@ -26,9 +26,6 @@ def torch_twin(function: Function) -> Function:
     return torch.softmax if function is halfstep.softmax else torch.log_softmax
 
 
-# ---------------------------------------------------------------------------------------------------------- autograd
-
-
 @FUNCTIONS
 def test_first_and_second_derivatives_in_fp64(function: Function) -> None:
     x = randn(2, 5, 4, dtype=torch.float64).requires_grad_()
@@ -74,9 +71,6 @@ def test_the_gradient_of_an_additive_mask_is_summed_to_its_shape() -> None:
         (halfstep.softmax(x, scale=0.5, mask=ours) * weights).sum().backward()
         (torch.softmax(x * 0.5 + theirs, -1) * weights).sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
-
-
-# ------------------------------------------------------------------------------------- compile, opcheck, transforms
 
 
 @pytest.mark.parametrize(("log", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
@@ -152,8 +146,6 @@ def test_fp64_is_computed_in_fp64_and_every_dtype_is_kept(function: Function) ->
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which changes no dtype
         assert function(x.bfloat16()).dtype == torch.bfloat16 and function(x.float()).dtype == torch.float32
 
-
-# ------------------------------------------------------------------------------------------------------------ errors
 
 FP64, EXACT = torch.float64, {"precision": "exact"}
 X, SQUARE = torch.ones(3), torch.ones(3, 3)

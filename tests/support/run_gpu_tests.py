@@ -32,9 +32,6 @@ def entries(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-# ------------------------------------------------------------------------------- a plugin, in pytest's main process
-
-
 def append(**entry: Any) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         with open(os.environ[RECORD], "a") as file:
@@ -65,9 +62,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         outcome = report.outcome if report.when in ("setup", "call", "teardown") else "unfinished"
         message = report.longreprtext[-6000:] if report.failed else ""
         append(test=report.nodeid, outcome=outcome, seconds=round(report.duration, 3), message=message)
-
-
-# ------------------------------------------------------------------------------------------------------- the program
 
 
 def run_tests(seconds: float, folder: Path, tests: Path, processes: int, *options: str) -> dict[str, Any]:

@@ -109,9 +109,6 @@ def test_an_exported_checkpoint_is_what_from_pretrained_loads(tmp_path: Path) ->
     assert same_bits(dict(found.state_dict()), dict(expected.state_dict()))
 
 
-# ------------------------------------------------------------------------------ gradients on the host, and freed ones
-
-
 def _trained(folder: Path, way: str, limit: float, of_library: bool = False, **options: Any) -> tuple[Any, list[float]]:
     """The weights of a run, and the norms that it logs."""
     model = transformers_ranks.language_model().bfloat16()

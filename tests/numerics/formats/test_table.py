@@ -71,9 +71,6 @@ def test_figures_of_the_wide_formats(name: str) -> None:
     assert form.overflow == (math.inf if name == "fp64" else form.max + 2.0**127 * form.eps / 2)
 
 
-# ---------------------------------------------------------------------------------------------------- other libraries
-
-
 @pytest.mark.parametrize("name", [name for name in ALL if formats[name].torch and name not in ("int8", "e2m1fn")])
 def test_against_torch_finfo(name: str) -> None:
     form, info = formats[name], torch.finfo(getattr(torch, formats[name].torch))
@@ -103,8 +100,6 @@ def test_dtypes_exist_and_are_found_again(name: str) -> None:
             assert formats[dtype] is form
             assert formats[str(dtype)] is form if module is torch else formats[np.dtype(dtype)] is form
 
-
-# --------------------------------------------------------------------------------------------------------------- names
 
 NAMES = {
     "fp64": ("float64", "double", "FP64", "binary64", "f64", "torch.double", float),
