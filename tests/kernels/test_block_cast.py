@@ -11,6 +11,7 @@ import pytest
 import torch
 from block_values import midpoints_of_nvfp4, some_blocks
 from devices import assert_same_bits
+from errors import refuses
 from implementations import using
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -282,6 +283,4 @@ def test_refusals() -> None:
             "Expected scales to have two dimensions and a dtype of one byte, but got",
         ),
     ):
-        with pytest.raises(error) as raised:
-            call()
-        assert message in str(raised.value)
+        refuses(error, message, call)

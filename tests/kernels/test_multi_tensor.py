@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from errors import error_of
 from implementations import using
 
 import halfstep
@@ -41,9 +42,7 @@ def test_sizes_beyond_32_bits() -> None:
 
 
 def test_too_many_chunks_for_one_launch_are_refused_before_anything_is_made() -> None:
-    with pytest.raises(ValueError) as raised:
-        TensorTable([2**62, 5], operands=1, chunk=4096, device=CPU)
-    assert str(raised.value) == (
+    assert error_of(ValueError, lambda: TensorTable([2**62, 5], operands=1, chunk=4096, device=CPU)) == (
         f"Expected at most 2^31 - 1 chunks of 4096 elements for one launch, but got {2**50 + 1}: split the list"
     )
 
@@ -107,6 +106,4 @@ def test_threads_do_not_read_each_others_tables() -> None:
     ],
 )
 def test_bad_lists_are_refused(tensors: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
-        check_tensor_list(tensors, "grads")  # type: ignore[arg-type]
-    assert str(raised.value) == message
+    assert error_of(error, lambda: check_tensor_list(tensors, "grads")) == message  # type: ignore[arg-type]
