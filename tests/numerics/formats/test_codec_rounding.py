@@ -110,20 +110,22 @@ def hard_values(name: str, dtype: type, count: int) -> np.ndarray:
 @pytest.mark.parametrize("name", oracle.SMALL)
 def test_every_mode_and_policy(name: str, dtype: type) -> None:
     values = hard_values(name, dtype, 16)
+    numbers = [exact.exact(value) for value in values.tolist()]
     for rounding in exact.ENCODE_ROUNDINGS:
         for overflow in exact.OVERFLOWS[: 3 if formats[name].has_nan else 2]:
             for flush in (False, True):
                 options: dict = {"overflow": overflow, "subnormals": not flush}
                 if rounding == "stochastic":
                     options |= {"seed": SEED, "offset": OFFSET}
-                codes = codec.encode(values, name, rounding, **options)
-                for i, (value, code) in enumerate(zip(values.tolist(), codes.tolist(), strict=True)):
+                codes = codec.encode(values, name, rounding, **options).tolist()
+                listed = codec.encode(numbers, name, rounding, **options).tolist()
+                for i, (number, *found) in enumerate(zip(numbers, codes, listed, strict=True)):
                     if rounding == "stochastic":
                         options["offset"] = OFFSET + i
-                    number, word = exact.exact(value), philox_words.word(OFFSET + i, SEED)
+                    word = philox_words.word(OFFSET + i, SEED)
                     expected = oracle.rounded(number, name, rounding, overflow, word, flush)
-                    single = exact.encode_exact(number, name, rounding, **options)
-                    assert code == single == expected, (rounding, options, value.hex())
+                    found.append(exact.encode_exact(number, name, rounding, **options))
+                    assert found == [expected] * 3, (rounding, options, number)
 
 
 OWN_FORMATS = [
