@@ -1,8 +1,6 @@
 """Chooses how Triton kernels run, before any test imports halfstep: on a GPU, in Triton's interpreter, or compiled on
 the software GPU (``pytest --software-gpu sm_90``)."""
 
-from __future__ import annotations
-
 import gc
 import importlib.metadata
 import os
@@ -165,7 +163,6 @@ def pytest_collection_finish() -> None:
 
 
 def state_of_torch() -> tuple[bool, Any, torch.dtype, torch.device, int]:
-    """Global state of torch."""
     functions, threads = torch._C._get_torch_function_state(), torch.get_num_threads()
     return torch.is_grad_enabled(), functions, torch.get_default_dtype(), torch.get_default_device(), threads
 

@@ -1,7 +1,5 @@
 """Rules that no linter checks: import order of the layers, allocations, and where public names are defined."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The command itself: subcommands, exit status, interrupts, closed pipes, and help."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

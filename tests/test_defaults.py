@@ -4,8 +4,6 @@ Each run is a process of its own, so that a crash is a failure: C++ once wrote f
 and the heap was corrupt.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documentation: links and names resolve, tables equal their sources, and code runs."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import pkgutil

@@ -1,7 +1,5 @@
 """Each script in examples/ runs as its docstring says, in two processes, and its training must work."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 Nothing is downloaded: the new environments see this one's packages, torch among them, through a path file.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

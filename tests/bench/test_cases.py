@@ -1,7 +1,5 @@
 """The cases: every available provider passes its check, and the check detects wrong providers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

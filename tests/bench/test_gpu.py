@@ -1,7 +1,5 @@
 """`halfstep bench gpu` on the model of a GPU: what its checks detect, and what is on disk when it is killed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -28,9 +26,6 @@ def test_without_a_gpu_it_says_what_to_use_instead(
     message = capsys.readouterr().err
     assert "no GPU" in message and "halfstep bench run" in message and "halfstep bench audit" in message
     assert not (tmp_path / "out").exists()
-
-
-# -------------------------------------------------------------------------------------------------------------- checks
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +65,6 @@ def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
     order = [(case.operation, case.size["columns"]) for case in gpu_checks.largest_first(cases(("softmax",), SOFTMAX))]
     forward, backward = "softmax forward", "softmax backward"
     assert order == [(name, columns) for columns in (64, 16) for name in (forward, forward, backward, backward)]
-
-
-# -------------------------------------------------------------------------------------------------------- on the disk
 
 
 def statuses(out: Path) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """The harness: no figure without a passed check, and the figures computed from samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

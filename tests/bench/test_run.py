@@ -1,7 +1,5 @@
 """`halfstep bench run`: what it refuses, prints and writes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import textwrap

@@ -1,7 +1,5 @@
 """The timing of every benchmark: interleaved rounds, clocks, memory, and graphs on a model of a GPU."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -77,9 +75,6 @@ def test_the_copy_moves_the_bytes_it_is_given() -> None:
     assert [copy().nbytes for copy in copies] == [500, 20, 1500]
     assert [[part.nbytes for part in copy.__defaults__] for copy in copies] == [[500] * 2, [20] * 2, [1500] * 2]  # type: ignore[attr-defined]
     assert timing.copy_gb_per_s(FixedClock({}), 3 * 10**7) == 0.03, "the copy takes a second"
-
-
-# ------------------------------------------------------------------------------------- on a model of a GPU that is late
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """halfstep convert: checkpoints of earlier versions, models for other programs, and errors."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

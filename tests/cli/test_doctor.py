@@ -1,7 +1,5 @@
 """halfstep doctor: the machine, checkpoints, JSON, and the exit status."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """halfstep inspect: the table, JSON, sorting, pictures, and errors for files that it cannot read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

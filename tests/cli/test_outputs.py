@@ -1,7 +1,5 @@
 """The output of every command, to terminals, pipes and other encodings."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`halfstep plan`: its arguments and its output."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """Wrong usage: status 2, one line on standard error that says what is allowed, and nothing is written."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Text, tables on narrow terminals, and the progress bar."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

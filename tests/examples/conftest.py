@@ -1,7 +1,5 @@
 """Fixtures of the tests of examples/train_gpt.py."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

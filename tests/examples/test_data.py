@@ -1,7 +1,5 @@
 """Batches are a pure function of seed, step and row; text that cannot be trained on is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

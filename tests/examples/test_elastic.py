@@ -3,8 +3,6 @@
 The processes are real, and so is ``kill -9``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The model: emulated products against a float64 oracle, and the same initial weights in every precision."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

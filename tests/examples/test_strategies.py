@@ -3,8 +3,6 @@
 All runs of two processes are made one after the other in the same two processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -152,9 +150,6 @@ def test_only_rank_0_prints_and_says_how_the_run_was_laid_out(runs: tuple[Runs, 
     assert layout == ["zero1", 4, True] and (content["processes"], content["restarts"]) == (2, 0)
     page = (made.out("zero1, bf16") / "report.html").read_text()
     assert all(f"&quot;{words}" in page for words in ("strategy&quot;: &quot;zero1&quot;", "checkpointing&quot;: true"))
-
-
-# ------------------------------------------------------------------------------------------------------ one process
 
 
 def _lose_the_last(out: Path, precision: str) -> None:

@@ -1,7 +1,5 @@
 """examples/train_gpt.py from the command line to its files: the report, early stopping, signals, and errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -169,10 +167,7 @@ def test_bytes_and_flops_are_those_that_are_planned(precision: str, lora: int, t
     trainer = _trainer(text, precision, lora=lora)
     trainer.advance()
     trainer.flush()
-    row, planned = (
-        trainer.row(),
-        plan(model=SIZES["nano"], precision=precision, lora=lora or None, batch=4),
-    )
+    row, planned = (trainer.row(), plan(model=SIZES["nano"], precision=precision, lora=lora or None, batch=4))
     parts = {part.name: part.bytes for part in planned.parts}
     states = sum(parts[name] for name in ("remainder", "exp_avg", "exp_avg_sq") if name in parts)
     sizes = [row[f"{part}_bytes_per_param"] for part in ("param", "gradient", "optimizer")]

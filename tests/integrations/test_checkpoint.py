@@ -1,7 +1,5 @@
 """A checkpoint is complete or absent; damaged, missing and foreign files are named; the last good one loads."""
 
-from __future__ import annotations
-
 import collections
 import enum
 import hashlib

@@ -1,7 +1,5 @@
 """Checkpoints of the optimizer state in the held format: size, resuming in another process, and errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +140,6 @@ def test_shards_of_a_tensor_that_one_rank_has_are_in_files_of_their_own(tmp_path
     shards = [Shard.from_tensor_and_offsets(whole[row : row + 2].clone(), [row, 0], 0) for row in (0, 2)]
     path = checkpoint.save(tmp_path, 1, {"whole": init_from_local_shards(shards, 4, 3)}, model=model)
     assert torch.equal(checkpoint.load(path, model=model)["whole"], whole)
-
-
-# ------------------------------------------------------------------------------------------------------------- foreign
 
 
 def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:

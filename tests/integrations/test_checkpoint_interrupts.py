@@ -1,7 +1,5 @@
 """Ctrl-C while a checkpoint is written or read: KeyboardInterrupt, a good checkpoint, and no leftover files."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """The doctor: texts, faulty training loops, first_nonfinite, checkpoints and environments."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import re

@@ -3,8 +3,6 @@
 Imports nothing but pytest and torch, so that they run on a machine that has only these.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +19,7 @@ from tolerances import MUON_ACROSS_DEVICES
 import halfstep
 from halfstep.integrations.offload import OffloadedMuon
 
-pytestmark = [
-    pytest.mark.sample(6),
-    pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest"),
-]
+pytestmark = [pytest.mark.sample(6), pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")]
 
 SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
 OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)
@@ -58,7 +53,6 @@ def model(
 
 
 def shapes_of(options: dict[str, Any]) -> Any:
-    """The shapes of parameters of a layout."""
     return MATRICES if options.get("state_dtype") == "8bit" else SIZES
 
 

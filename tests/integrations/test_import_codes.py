@@ -1,7 +1,5 @@
 """Loading state of the 8-bit optimizers of bitsandbytes, torchao and flashoptim; real state if they are installed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading checkpoints of other optimizers in the formats that they save, and halfstep's into theirs."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

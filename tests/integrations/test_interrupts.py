@@ -1,7 +1,5 @@
 """Ctrl-C in `step` and `load_state_dict`, in a separate process, because the program replaces signal handlers."""
 
-from __future__ import annotations
-
 import signal
 from functools import partial
 

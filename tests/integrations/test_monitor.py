@@ -1,7 +1,5 @@
 """AmpMonitor: its counts are those of the unscaled gradients, whatever the loss scale does."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,21 +3,18 @@
 Launches, five for any number of tensors, are counted on a GPU in test_gpu.py.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 from unittest import mock
 
 import forks
 import pytest
 import torch
+from counted_bytes import Operations
 from implementations import ALL, using
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from traffic import recording
 
 import halfstep
@@ -44,19 +41,6 @@ def training(
         scaler.update()
 
     return step, parameters, scaler
-
-
-class Operations(TorchDispatchMode):
-    """The names of torch's operations inside the block, views left out: each would allocate, copy or launch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view and function.namespace != "profiler":  # the label around Optimizer.step
-            self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def test_a_step_calls_few_functions_of_few_files() -> None:

@@ -1,7 +1,5 @@
 """AdamW and Adam through the interface of torch.optim."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import gc

@@ -6,8 +6,6 @@ Weights without a master, rounded stochastically, have no such reference: their 
 weights.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

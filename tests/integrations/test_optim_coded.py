@@ -1,7 +1,5 @@
 """AdamW with 8-bit moments: which parameters, checkpoints, other layouts, errors."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial
@@ -65,9 +63,6 @@ def test_only_groups_with_8_bits_are_stochastic_by_default() -> None:
     assert same_bits(*results)
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
-
 def test_moments_of_a_checkpoint_are_bf16_numbers() -> None:
     """So that a checkpoint whose moments were converted to bf16 has half the size and loads with the same moments."""
     parameters = parameters_of(BF16)
@@ -110,9 +105,6 @@ def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
     assert (near.abs() <= saved["state"][0]["exp_avg"][5].abs() / 16 + state["exp_avg"][5].abs().max() * 2.0**-17).all()
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
-
-
 def test_parameters_that_fsdp1_has_flattened_are_refused() -> None:
     """The mark that FullyShardedDataParallel leaves on its flat parameters and on views into them."""
     parameter = torch.nn.Parameter(torch.ones(8192))
@@ -138,9 +130,6 @@ def test_fp32_moments_are_taken_over_as_they_load() -> None:
         optimizer.step()
         runs.append({"weight": parameters[0], **optimizer.state[parameters[0]]})
     assert runs[0].keys() == runs[1].keys() and all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])
-
-
-# ------------------------------------------------------------------------------------------------------------- training
 
 
 GRADIENTS = {

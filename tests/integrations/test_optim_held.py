@@ -1,7 +1,5 @@
 """The optimizer state in the held format: its bytes, and loading it into every layout."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 from typing import Any
@@ -12,11 +10,7 @@ import torch
 from oracles import BF16, FP32, bits
 from states import parameters_of, train
 from stream_model import Model
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,7 +1,5 @@
 """Adam and AdamW against float64: random configurations, a thousand steps; and the memory they need."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -153,9 +151,6 @@ def test_stochastic_rounding_is_unbiased_over_many_seeds() -> None:
     assert (ends.mean(0) - exact).abs().max() < STOCHASTIC_SIGMAS * deviation
     assert (ends.mean() - exact.mean()).abs() < STOCHASTIC_SIGMAS * deviation / math.sqrt(size)
     assert (exact - 1).abs().min() > 10 * deviation / math.sqrt(size), "the test would not notice a weight that stays"
-
-
-# --------------------------------------------------------------------------------------------------------------- memory
 
 
 def bytes_of(tensors: Any) -> int:

@@ -1,7 +1,5 @@
 """AdamW with stochastic rounding: the same bits for any grouping, sharding, order and restart."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial
@@ -27,9 +25,6 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 parameters_of = partial(states.parameters_of, shapes=SHAPES)
-
-
-# ---------------------------------------------------------------------------------------------------------- the option
 
 
 @pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")
@@ -58,9 +53,6 @@ def test_without_anything_to_round_stochastic_equals_nearest(dtype: torch.dtype,
         train(optimizer, range(3), parameters)
         results.append(held(optimizer, parameters))
     assert same(*results)
-
-
-# ------------------------------------------------------------------------------------------------------------ grouping
 
 
 def test_groups_do_not_change_the_bits() -> None:
@@ -110,9 +102,6 @@ def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, A
     train(optimizer, range(2, 4), parameters)
     train(fresh, range(2, 4), others)
     assert same(held(optimizer, parameters), held(fresh, others))
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def test_a_checkpoint_of_torch_leaves_the_seed_alone() -> None:

@@ -1,7 +1,5 @@
 """Weights that other code writes between steps: masters follow them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

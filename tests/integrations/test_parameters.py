@@ -1,7 +1,5 @@
 """Duplicate parameters, compiled steps, lazy negations, and `cast_parameters`, which leaves buffers unchanged."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -41,9 +39,6 @@ def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backen
     assert float(optimizer.state[p]["step"]) == 3
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert (bits(p.detach()) == bits(once.detach())).all()
-
-
-# -------------------------------------------------------------------------------------------------------------- compile
 
 
 def training(dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
@@ -147,9 +142,6 @@ def test_lazy_negations_are_stepped_with_their_sign(backend: str, master_weights
                 optimizer.step()
             stepped.append(parameter.detach().resolve_neg())
         assert torch.equal(*stepped)
-
-
-# ---------------------------------------------------------------------------------------------------- cast_parameters
 
 
 class Rotary(torch.nn.Module):

@@ -1,7 +1,5 @@
 """Clipping and loss scaling inside the backward: the bits of a step after it, with the gradients of one bucket."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import SimpleNamespace

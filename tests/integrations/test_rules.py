@@ -1,7 +1,5 @@
 """SGD and Muon with scaler, clipping, release, offload, shards, checkpoints and schedulers, against torch's."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

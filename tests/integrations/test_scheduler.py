@@ -1,7 +1,5 @@
 """SkipAwareScheduler behaves like any learning rate scheduler, and does not advance on skipped steps."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

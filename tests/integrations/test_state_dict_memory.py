@@ -1,7 +1,5 @@
 """Saving an optimizer's state takes no device memory: peak bytes of `state_dict()` beyond the state itself."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

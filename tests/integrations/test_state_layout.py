@@ -1,7 +1,5 @@
 """Every layout of a parameter: planned, allocated and saved bytes, names and dtypes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Captured steps, eager steps and streams in any order, on a model of a GPU that runs late (stream_model.py)."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Reading files of tensors: values come back as written, and malicious files do no harm."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

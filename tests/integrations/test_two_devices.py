@@ -4,8 +4,6 @@ Each case runs with the work of the GPU executed at once, as late as possible an
 and must have the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes that save into the same folder touch neither each other's unfinished files nor those of other programs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -5,8 +5,6 @@ raise an error that names the remedy. To differ and say nothing always fails, bu
 documentation. The plain optimizer has the bits of its reference, and in fp32 agrees with torch's AdamW.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,13 +26,12 @@ REFUSED = {
     "reads or writes the gradients of the whole model after the backward": """
         clip_grad_norm clipped_by_the_optimizer gradients_as_numpy
         norm_of_gradients_in_the_log_after_the_step a_row_without_gradient
-        a_step_skipped_for_nan_gradients sharpness_aware accumulation_without_sync_clipped nanogpt
-        hooks_after_accumulation_after_the_optimizer gradients_of_two_tasks_projected
-        two_steps_with_the_same_gradients""",
+        a_step_skipped_for_nan_gradients accumulation_without_sync_clipped nanogpt
+        hooks_after_accumulation_after_the_optimizer two_steps_with_the_same_gradients""",
     "scales the loss, and must know about all gradients whether they are finite": """
         scaler_of_torch scaler_of_torch_clipped scaler_of_ours scaler_of_ours_in_fp16_that_overflows
         scaler_of_ours_clipped""",
-    "has several backwards in a step, and does not say so": "accumulation reentrant_checkpoints_that_share_a_block gan",
+    "has several backwards in a step, and does not say so": "accumulation reentrant_checkpoints_that_share_a_block",
     "discards gradients after the backward that has used them": """
         gradients_of_one_layer_dropped a_step_skipped_and_zeroed_at_the_top an_exception_in_a_backward
         td3_with_a_delayed_actor""",
@@ -153,10 +150,8 @@ def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
 
 def test_the_tables_name_programs() -> None:
     tables = [*" ".join(REFUSED.values()).split(), *REFUSED_BY_OFFLOAD_STEP, *DIFFERENT, *NOT_AS_TORCH]
-    assert len(PROGRAMS) >= 65 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
+    assert len(PROGRAMS) >= 62 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
 
-
-# ------------------------------------------------------------------------------------------- random loops with mistakes
 
 # Number 52 writes a parameter without a gradient.
 # In the layouts by turns, but 52 in each.

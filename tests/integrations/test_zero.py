@@ -1,7 +1,5 @@
 """The state of a `ZeroRedundancyOptimizer`, gathered and loaded on one rank; test_strategies.py has two ranks."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,28 +1,13 @@
 """Adam and AdamW: bit for bit the numpy oracle's, in every layout and implementation; skipping, clipping, extremes;
 with stochastic rounding, however the work is cut, and right in the mean. Moments in 8 bits: test_adam_coded.py."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
 import oracles
 import pytest
 import torch
-from adam_cases import (
-    CODED,
-    FEW,
-    LAYOUTS,
-    STOCHASTIC_LAYOUTS,
-    USUAL,
-    Memory,
-    Step,
-    cut,
-    examine,
-    label,
-    make,
-    standard,
-)
+from adam_cases import CODED, FEW, LAYOUTS, STOCHASTIC_LAYOUTS, USUAL, Memory, Step, cut, examine, label, make, standard
 from implementations import ALL, using
 from noise import Noise
 from oracles import BF16, FP16, FP32, NUMPY, assert_same_bits

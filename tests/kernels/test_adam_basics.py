@@ -1,7 +1,5 @@
 """Start here: one step of Adam in every implementation, against torch.optim. test_adam.py has the rest."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Adam with 8-bit moments against the oracle, bit for bit: rows of every length, shards, non-finite values."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

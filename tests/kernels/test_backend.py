@@ -1,7 +1,5 @@
 """The switch between implementations: names, blocks, the environment variable, and which one runs where."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -181,7 +181,6 @@ def random_words(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray
 
 
 def decoded(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
-    """What the oracle decodes."""
     linear = kind == "linear"
     return (
         block_oracle.decoded_linear(codes, scales) if linear else block_oracle.decoded(codes, scales, kind == "signed")

@@ -1,7 +1,5 @@
 """Start here: casts against torch's. test_cast.py has every pair, rounding and kind of tensor."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devices import WHERE, assert_same_bits, kernels_on

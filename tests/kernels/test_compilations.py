@@ -5,8 +5,6 @@ are recorded in a process of their own, and told apart as Triton's cache would; 
 and no GPU is needed.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -4,8 +4,6 @@ Two nets. The rules below hold for every kernel, whatever was recorded; each exc
 reason. The bounds in ``audit_bounds.json`` hold each variant to what it had reached; `make bounds` records them.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
@@ -250,37 +248,3 @@ def test_the_audit_rejects_what_it_must(failing: subprocess.CompletedProcess[str
         assert problems["shared", "gfx942"] == "131072 bytes of shared memory per block; at most 65536 are allowed"
     expected = "32 warps of 64 lanes are 2048 threads; at most 1024 are allowed"
     assert problems["too many of 64 lanes", "gfx942"] == expected
-
-
-@pytest.mark.exhaustive
-@recorded
-def test_bytes_and_widths_come_from_the_machine_code() -> None:
-    rows = rows_of(run_audit("--json", "--module=sample_kernels"))
-    # Known by construction: read, written, narrowest access by bits of the element, conversions, whether threads wait.
-    fp32 = {"32": 128}
-    known = {
-        "bf16": (6, 4, {"16": 64, **fp32}, 0, False),
-        "fp16": (6, 4, {"16": 64, **fp32}, 0, False),
-        "loop": (4, 4, fp32, 0, False),
-        "two passes": (8, 4, fp32, 0, True),
-        "tail": (4, 4, fp32, 0, False),
-        "masked": (5, 4, {"8": 32, **fp32}, 0, False),
-        "converted": (2, 4, {"16": 128, **fp32}, 1, True),
-        "strided": (4, 4, fp32, 0, False),
-    }
-    assert {row["variant"] for row in rows} == set(known)
-    assert len(rows) == len(known) * len(audit.TARGETS)
-    for row in rows:
-        read, written, widths, conversions, synchronises = known[row["variant"]]
-        assert row["problems"] == []
-        assert (row["bytes_read"], row["bytes_written"]) == (read, written), row
-        assert (row["bytes_read"] == row["floor_read"]) is (row["variant"] != "strided")
-        assert row["operand_bits"] == widths, row
-        assert row["access_bits"] == min(widths.values())
-        assert row["layout_conversions"] == conversions
-        assert (row["barriers"] > 0) is (row["shared_bytes"] > 0) is synchronises, row
-        assert row["spills"] == 0
-        assert 0 < row["registers"] < 100
-        assert 0.25 < row["occupancy"] <= 1
-    converted = {row["target"]: row for row in rows if row["variant"] == "converted"}
-    assert {row["shared_bytes"] for row in converted.values()} <= {4096, 8192}, "2048 values of fp16, or of fp32"

@@ -1,7 +1,5 @@
 """The prebuilt libraries of a wheel: which one a CPU loads, and that they need no compiler."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -3,8 +3,6 @@
 Imports nothing but pytest, numpy and torch, so that they run on a machine that has only these.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What log-probabilities and cross-entropy promise to autograd, torch.compile, torch.func, and for wrong arguments."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -4,8 +4,6 @@
 `kernels/log_probabilities/rule.py`, the specification.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devices import assert_same_bits, normal

@@ -1,7 +1,5 @@
 """The loss scale: every implementation against Python versions of the rules of torch, DeepSpeed and Megatron-LM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

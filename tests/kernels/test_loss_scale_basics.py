@@ -1,7 +1,5 @@
 """Start here: the loss scale against torch's GradScaler. test_loss_scale.py has the rules of Megatron-LM."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devices import WHERE, kernels_on

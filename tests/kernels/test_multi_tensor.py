@@ -1,27 +1,16 @@
 """The device table and the checks of lists: the content of rows, when they are written, and errors."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
+from errors import error_of
 from implementations import using
 
 import halfstep
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    FIRST_CHUNK,
-    NUMEL,
-    TableCache,
-    TensorTable,
-    check_tensor_list,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, FIRST_CHUNK, NUMEL, TableCache, TensorTable, check_tensor_list
 
 CPU = torch.device("cpu")
-
-
-# --------------------------------------------------------------------------------------------------------------- table
 
 
 def test_rows_hold_sizes_first_chunks_and_addresses() -> None:
@@ -53,14 +42,9 @@ def test_sizes_beyond_32_bits() -> None:
 
 
 def test_too_many_chunks_for_one_launch_are_refused_before_anything_is_made() -> None:
-    with pytest.raises(ValueError) as raised:
-        TensorTable([2**62, 5], operands=1, chunk=4096, device=CPU)
-    assert str(raised.value) == (
+    assert error_of(ValueError, lambda: TensorTable([2**62, 5], operands=1, chunk=4096, device=CPU)) == (
         f"Expected at most 2^31 - 1 chunks of 4096 elements for one launch, but got {2**50 + 1}: split the list"
     )
-
-
-# --------------------------------------------------------------------------------------------------------------- cache
 
 
 def test_the_cache_finds_a_table_again_and_follows_its_tensors() -> None:
@@ -127,6 +111,4 @@ REMEDY = ": use torch.as_tensor() or leave it out"
     ],
 )
 def test_bad_lists_are_refused(tensors: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
-        check_tensor_list(tensors, "grads")  # type: ignore[arg-type]
-    assert str(raised.value) == message
+    assert error_of(error, lambda: check_tensor_list(tensors, "grads")) == message  # type: ignore[arg-type]

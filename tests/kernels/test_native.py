@@ -1,7 +1,5 @@
 """The loader of compiled CPU kernels: what it builds, its cache, and what happens when it cannot build."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import stat

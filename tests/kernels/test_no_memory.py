@@ -3,8 +3,6 @@
 Kernels work on addresses. Such a tensor is worked on through its own operations, or refused before memory is touched.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

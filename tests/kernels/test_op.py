@@ -1,14 +1,12 @@
 """One definition of an operator serves every way of calling it. test_softmax_api.py has softmax in transforms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from counted_bytes import Operations
 from implementations import using
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 
@@ -35,19 +33,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0)
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_dispatch_modes_see_a_single_operator(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    with Seen() as seen:
+    with Operations() as seen:
         call(x(4, 8))
     assert [name for name in seen.names if name.startswith("halfstep")] in (
         ["halfstep.cast.default"],

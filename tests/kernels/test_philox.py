@@ -74,9 +74,6 @@ def test_the_reference_and_the_oracle_against_the_definition(first: int, seed: i
         assert noise.words(index.numpy().astype(np.uint64), seed, step, stream, draw).tolist() == words
 
 
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-
 @jit
 def every_word_kernel(out, first, seed, step, stream, n, DRAWS: tl.constexpr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)

@@ -64,14 +64,7 @@ extern "C" void round_{struct}_{rounding}_{saturate}(const float* x, const uint3
 
 @jit
 def round_kernel(
-    x,
-    words,
-    out,
-    n,
-    DTYPE: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    SATURATE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, words, out, n, DTYPE: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + at, mask=at < n, other=0).to(tl.uint32)

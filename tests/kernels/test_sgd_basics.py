@@ -1,7 +1,5 @@
 """Start here: steps of SGD in every implementation, against torch.optim and the rule."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from itertools import product

@@ -1,7 +1,5 @@
 """Softmax under autograd, torch.compile and torch.func, and its errors."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -26,9 +24,6 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 def torch_twin(function: Function) -> Function:
     return torch.softmax if function is halfstep.softmax else torch.log_softmax
-
-
-# ---------------------------------------------------------------------------------------------------------- autograd
 
 
 @FUNCTIONS
@@ -76,9 +71,6 @@ def test_the_gradient_of_an_additive_mask_is_summed_to_its_shape() -> None:
         (halfstep.softmax(x, scale=0.5, mask=ours) * weights).sum().backward()
         (torch.softmax(x * 0.5 + theirs, -1) * weights).sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
-
-
-# ------------------------------------------------------------------------------------- compile, opcheck, transforms
 
 
 @pytest.mark.parametrize(("log", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
@@ -154,8 +146,6 @@ def test_fp64_is_computed_in_fp64_and_every_dtype_is_kept(function: Function) ->
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which changes no dtype
         assert function(x.bfloat16()).dtype == torch.bfloat16 and function(x.float()).dtype == torch.float32
 
-
-# ------------------------------------------------------------------------------------------------------------ errors
 
 FP64, EXACT = torch.float64, {"precision": "exact"}
 X, SQUARE = torch.ones(3), torch.ones(3, 3)

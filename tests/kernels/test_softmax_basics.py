@@ -4,8 +4,6 @@ On a CPU `native` is torch's own softmax; `triton` runs the kernels under Triton
 one; `reference` is `kernels/softmax/rule.py`, the specification.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from implementations import ALL, using

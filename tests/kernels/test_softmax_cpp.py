@@ -1,7 +1,5 @@
 """Exact softmax and log-probabilities in C++ (kernels/softmax.cpp) have the bits of their rules, whatever the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import platform

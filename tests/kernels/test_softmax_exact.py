@@ -1,7 +1,5 @@
 """Exact softmax, the default: one set of bits for each row, of every implementation, split and batch."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -27,7 +25,6 @@ def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0, spread: float 
 
 
 def results(case: Case, name: str, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of one implementation, and its gradient."""
     with using(name, "softmax") as device:
         x = twin(case.x, device).requires_grad_()
         y = case.run(device, x)

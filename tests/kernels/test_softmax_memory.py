@@ -3,8 +3,6 @@
 NaN in what is dropped proves that it does not count (test_softmax.py); only this proves that it is not loaded.
 """
 
-from __future__ import annotations
-
 import forks
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Counting: cells and bins against rounding in float64, and the same integers from both implementations."""
 
-from __future__ import annotations
-
 import itertools
 
 import falling

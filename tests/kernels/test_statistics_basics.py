@@ -1,7 +1,5 @@
 """Start here: counting against torch's casts. test_statistics.py has every threshold of every format."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devices import WHERE, kernels_on

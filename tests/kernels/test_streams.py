@@ -1,7 +1,5 @@
 """Tables, scratch memory and checks on streams and in graphs, on a model of a GPU that runs late (stream_model.py)."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Unscale and check: flags, the sum of squares against exact sums, the same bits from all three implementations."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import ALL, twins, using
+from implementations import ALL, devices, twins, using
 from oracles import BF16, DTYPES, FP16, FP32, assert_same_bits
 from strategies import laid_out
 from tolerances import SUM_OF_SQUARES
@@ -27,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on overflow and NaN
 ]
 
+device = devices("unscale")
 INF, NAN = float("inf"), float("nan")
 
 
@@ -276,18 +275,16 @@ def test_one_bad_element_anywhere(dtype: torch.dtype, bad: float | str) -> None:
             assert check_by(name, tensors).flags.tolist() == expected, (name, offset)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_empty_lists_and_tensors_are_finite(name: str) -> None:
-    with using(name, "unscale") as device:
-        for tensors in ([], [torch.empty(0, device=device)], [torch.empty(0, 3, device=device, dtype=BF16)] * 2):
-            check = halfstep.foreach_check(tensors)
-            assert (check.found_inf.item(), check.sum_of_squares.item()) == (0, 0)
-            assert check.flags.tolist() == [0] * len(tensors)
-            result = halfstep.foreach_unscale_(tensors, 0.5)
-            assert (result.found_inf.item(), result.norm.item()) == (0, 0)
-        # Each answer is its own: writing on one must not show in the next.
-        halfstep.foreach_check([]).found_inf.fill_(1)
-        assert halfstep.foreach_check([]).found_inf.item() == 0
+def test_empty_lists_and_tensors_are_finite(device: torch.device) -> None:
+    for tensors in ([], [torch.empty(0, device=device)], [torch.empty(0, 3, device=device, dtype=BF16)] * 2):
+        check = halfstep.foreach_check(tensors)
+        assert (check.found_inf.item(), check.sum_of_squares.item()) == (0, 0)
+        assert check.flags.tolist() == [0] * len(tensors)
+        result = halfstep.foreach_unscale_(tensors, 0.5)
+        assert (result.found_inf.item(), result.norm.item()) == (0, 0)
+    # Each answer is its own: writing on one must not show in the next.
+    halfstep.foreach_check([]).found_inf.fill_(1)
+    assert halfstep.foreach_check([]).found_inf.item() == 0
 
 
 def test_parameters_and_gradients_that_require_gradients() -> None:
@@ -302,91 +299,83 @@ def test_parameters_and_gradients_that_require_gradients() -> None:
 # ------------------------------------------------------------------------------------------------------------- scaling
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_forms_of_inv_scale(name: str) -> None:
+def test_forms_of_inv_scale(device: torch.device) -> None:
     third = np.float32(1 / 3)
-    with using(name, "unscale") as device:
-        forms = [
-            1 / 3,
-            np.float64(1 / 3),
-            torch.tensor(1 / 3, device=device),
-            torch.tensor([[1 / 3]], device=device),
-            torch.tensor(1 / 3, dtype=torch.float64, device=device),
-            torch.tensor(1 / 3, dtype=torch.float64),
-            torch.tensor([0.0, 1 / 3, 0.0], device=device)[1],
-            *(torch._neg_view(torch.tensor(value, device=device)) for value in (-1 / 3, [-1 / 3])),
-        ]
-        for form in forms:
-            tensor = torch.full((9,), 7.0, device=device)
-            result = halfstep.foreach_unscale_([tensor], form)
-            assert set(tensor.tolist()) == {float(np.float32(7) * third)}, form
-            assert result.norm.shape == ()
-            again = halfstep.foreach_check([torch.full((9,), 7.0, device=device)], inv_scale=form)
-            near(again.sum_of_squares.item(), np.full(9, np.float32(7) * third))
-        tensor = torch.full((3,), 7.0, device=device)
-        halfstep.foreach_unscale_([tensor], torch.tensor(2, device=device))
-        halfstep.foreach_unscale_([tensor], 2)
-        assert tensor.tolist() == [28.0] * 3
-        version = tensor._version
-        assert unscaled_in_place([tensor], None).flags.tolist() == [0] and tensor._version == version
+    forms = [
+        1 / 3,
+        np.float64(1 / 3),
+        torch.tensor(1 / 3, device=device),
+        torch.tensor([[1 / 3]], device=device),
+        torch.tensor(1 / 3, dtype=torch.float64, device=device),
+        torch.tensor(1 / 3, dtype=torch.float64),
+        torch.tensor([0.0, 1 / 3, 0.0], device=device)[1],
+        *(torch._neg_view(torch.tensor(value, device=device)) for value in (-1 / 3, [-1 / 3])),
+    ]
+    for form in forms:
+        tensor = torch.full((9,), 7.0, device=device)
+        result = halfstep.foreach_unscale_([tensor], form)
+        assert set(tensor.tolist()) == {float(np.float32(7) * third)}, form
+        assert result.norm.shape == ()
+        again = halfstep.foreach_check([torch.full((9,), 7.0, device=device)], inv_scale=form)
+        near(again.sum_of_squares.item(), np.full(9, np.float32(7) * third))
+    tensor = torch.full((3,), 7.0, device=device)
+    halfstep.foreach_unscale_([tensor], torch.tensor(2, device=device))
+    halfstep.foreach_unscale_([tensor], 2)
+    assert tensor.tolist() == [28.0] * 3
+    version = tensor._version
+    assert unscaled_in_place([tensor], None).flags.tolist() == [0] and tensor._version == version
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_unscaling_in_place_writes_the_tensor_and_nothing_beyond(name: str) -> None:
+def test_unscaling_in_place_writes_the_tensor_and_nothing_beyond(device: torch.device) -> None:
     base = torch.arange(1.0, 61.0)
-    with using(name, "unscale") as device:
-        whole = base.to(device, copy=True).reshape(6, 10)
-        views = [whole[:, 2:7], *(base.to(device, copy=True)[part] for part in (slice(1, None), slice(None, None, 7)))]
-        wanted = [view * 0.5 for view in views]
-        versions = [view._version for view in views]
-        halfstep.foreach_unscale_(views, 0.5)
-        for view, want, version in zip(views, wanted, versions, strict=True):
-            assert torch.equal(view, want)
-            assert view._version > version, "autograd cannot see the write"
-        assert torch.equal(whole[:, :2].cpu(), base.view(6, 10)[:, :2]), "beside the view"
-        for dtype in DTYPES:
-            for offset, size in ((1, 1), (3, 4095), (8, 4096), (16, 4097), (1, 4097)):
-                buffer = torch.ones(offset + size + 9, dtype=dtype, device=device)
-                halfstep.foreach_unscale_([buffer[offset : offset + size]], 0.5)
-                assert (buffer[offset : offset + size] == 0.5).all()
-                assert (buffer[:offset] == 1).all() and (buffer[offset + size :] == 1).all(), (dtype, offset, size)
+    whole = base.to(device, copy=True).reshape(6, 10)
+    views = [whole[:, 2:7], *(base.to(device, copy=True)[part] for part in (slice(1, None), slice(None, None, 7)))]
+    wanted = [view * 0.5 for view in views]
+    versions = [view._version for view in views]
+    halfstep.foreach_unscale_(views, 0.5)
+    for view, want, version in zip(views, wanted, versions, strict=True):
+        assert torch.equal(view, want)
+        assert view._version > version, "autograd cannot see the write"
+    assert torch.equal(whole[:, :2].cpu(), base.view(6, 10)[:, :2]), "beside the view"
+    for dtype in DTYPES:
+        for offset, size in ((1, 1), (3, 4095), (8, 4096), (16, 4097), (1, 4097)):
+            buffer = torch.ones(offset + size + 9, dtype=dtype, device=device)
+            halfstep.foreach_unscale_([buffer[offset : offset + size]], 0.5)
+            assert (buffer[offset : offset + size] == 0.5).all()
+            assert (buffer[:offset] == 1).all() and (buffer[offset + size :] == 1).all(), (dtype, offset, size)
 
 
-@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("scale", [65536.0, 3.0, 1e-3, 7.7e30, 2.0**-126, 1e-40])
-def test_a_scale_is_its_reciprocal_rounded_once(name: str, scale: float) -> None:
+def test_a_scale_is_its_reciprocal_rounded_once(device: torch.device, scale: float) -> None:
     values = torch.from_numpy(np.random.default_rng(0).standard_normal(5000).astype(np.float32))
-    with using(name, "unscale") as device:
-        tensor = torch.tensor(scale)
-        with np.errstate(over="ignore"):
-            inverse = float(np.float32(1.0) / np.float32(scale))
-        here = [values.to(device)]
-        mine = over(here, tensor.to(device))
-        theirs = halfstep.foreach_check(here, inv_scale=torch.tensor(inverse, device=device))
-        for part, want in zip(mine, theirs, strict=True):
-            assert_same_bits(part, want)
+    tensor = torch.tensor(scale)
+    with np.errstate(over="ignore"):
+        inverse = float(np.float32(1.0) / np.float32(scale))
+    here = [values.to(device)]
+    mine = over(here, tensor.to(device))
+    theirs = halfstep.foreach_check(here, inv_scale=torch.tensor(inverse, device=device))
+    for part, want in zip(mine, theirs, strict=True):
+        assert_same_bits(part, want)
 
 
 # ------------------------------------------------------------------------------------------- answers and what is kept
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_result_passed_back_is_overwritten(name: str) -> None:
-    with using(name, "unscale") as device:
-        tensors = [torch.ones(5, device=device), torch.ones(CHUNK + 3, device=device, dtype=FP16)]
-        first = halfstep.foreach_check(tensors)
-        kept = [part.clone() for part in first]
-        tensors[1][7] = NAN
-        second = halfstep.foreach_check(tensors)
-        for part, before in zip(first, kept, strict=True):
-            assert_same_bits(part, before, "an answer changed with a later call")
-        assert unscale.check(tensors, out=first) is first
-        for part, want in zip(first, second, strict=True):
-            assert_same_bits(part, want)
-        tensors[1][7] = 1.0
-        unscale.check(tensors, Factor(0.5), out=first)
-        answer = first.found_inf.item(), first.sum_of_squares.item(), first.flags.tolist()
-        assert answer == (0, (CHUNK + 8) / 4, [0, 0])
+def test_a_result_passed_back_is_overwritten(device: torch.device) -> None:
+    tensors = [torch.ones(5, device=device), torch.ones(CHUNK + 3, device=device, dtype=FP16)]
+    first = halfstep.foreach_check(tensors)
+    kept = [part.clone() for part in first]
+    tensors[1][7] = NAN
+    second = halfstep.foreach_check(tensors)
+    for part, before in zip(first, kept, strict=True):
+        assert_same_bits(part, before, "an answer changed with a later call")
+    assert unscale.check(tensors, out=first) is first
+    for part, want in zip(first, second, strict=True):
+        assert_same_bits(part, want)
+    tensors[1][7] = 1.0
+    unscale.check(tensors, Factor(0.5), out=first)
+    answer = first.found_inf.item(), first.sum_of_squares.item(), first.flags.tolist()
+    assert answer == (0, (CHUNK + 8) / 4, [0, 0])
 
 
 @pytest.mark.parametrize("name", ["native", "triton"])
@@ -399,14 +388,12 @@ def test_reused_scratch_memory_has_no_stale_values(name: str) -> None:
             assert clean.flags.tolist() == [0] * count and clean.sum_of_squares.item() == 9 * count
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_scratch_of_a_table_grows_with_the_other_tensors_and_the_flags(name: str) -> None:
-    with using(name, "unscale") as device:
-        x, y = torch.full((9,), INF, device=device), torch.full((3 * CHUNK,), 2.0, dtype=BF16, device=device)
-        halfstep.foreach_check([x, y[:1]])
-        assert halfstep.foreach_check([torch.ones(9, device=device), y]).sum_of_squares.item() == 9 + 4 * y.numel()
-        check = unscale.check([x], out=Verdict.empty(20, torch.device(device)), slots=[19])
-        assert check.flags.tolist() == [0] * 19 + [HAS_INF]
+def test_scratch_of_a_table_grows_with_the_other_tensors_and_the_flags(device: torch.device) -> None:
+    x, y = torch.full((9,), INF, device=device), torch.full((3 * CHUNK,), 2.0, dtype=BF16, device=device)
+    halfstep.foreach_check([x, y[:1]])
+    assert halfstep.foreach_check([torch.ones(9, device=device), y]).sum_of_squares.item() == 9 + 4 * y.numel()
+    check = unscale.check([x], out=Verdict.empty(20, torch.device(device)), slots=[19])
+    assert check.flags.tolist() == [0] * 19 + [HAS_INF]
 
 
 @pytest.mark.parametrize("name", ["native", "triton"])
@@ -425,38 +412,34 @@ def test_a_call_that_failed_leaves_no_flags_behind(name: str, monkeypatch: pytes
         assert halfstep.foreach_check([*good, good[0].half()]).flags.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_tally_notes_which_tensors_were_bad_when_and_how_often(name: str) -> None:
+def test_a_tally_notes_which_tensors_were_bad_when_and_how_often(device: torch.device) -> None:
     bad = {1: {0: [NAN]}, 3: {0: [INF], 2: [INF, NAN]}, 4: {2: [-INF]}}  # step: tensor: values
-    with using(name, "unscale") as device:
-        tally = Tally(
-            torch.zeros(3, 4, dtype=torch.int32, device=device), torch.zeros((), dtype=torch.int64, device=device)
-        )
-        for step in range(1, 6):
-            tensors = [torch.ones(4), torch.ones(CHUNK + 9), torch.ones(2, dtype=BF16)]
-            for index, values in bad.get(step, {}).items():
-                tensors[index][: len(values)] = torch.tensor(values, dtype=tensors[index].dtype)
-            check = unscale.check([tensor.to(device) for tensor in tensors], tally=tally)
-            assert check.found_inf.item() == float(step in bad)
-            tally.step.add_(1)
-        assert tally.counts.tolist() == [[1, 1, 1, 3], [0, 0, 0, 0], [2, 1, 3, 4]]
+    tally = Tally(
+        torch.zeros(3, 4, dtype=torch.int32, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    )
+    for step in range(1, 6):
+        tensors = [torch.ones(4), torch.ones(CHUNK + 9), torch.ones(2, dtype=BF16)]
+        for index, values in bad.get(step, {}).items():
+            tensors[index][: len(values)] = torch.tensor(values, dtype=tensors[index].dtype)
+        check = unscale.check([tensor.to(device) for tensor in tensors], tally=tally)
+        assert check.found_inf.item() == float(step in bad)
+        tally.step.add_(1)
+    assert tally.counts.tolist() == [[1, 1, 1, 3], [0, 0, 0, 0], [2, 1, 3, 4]]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_tensors_may_have_places_of_their_own_among_the_flags(name: str) -> None:
-    with using(name, "unscale") as device:
-        out = Verdict.empty(6, device)
-        out.flags.fill_(9)
-        counts = torch.zeros(6, 4, dtype=torch.int32, device=device)
-        tally = Tally(counts, torch.zeros((), dtype=torch.int64, device=device))
-        here = [t.to(device) for t in (torch.tensor([INF]), torch.ones(3, dtype=FP16), torch.tensor([NAN]))]
-        unscale.check(here, out=out, tally=tally, slots=[4, 0, 1])
-        assert out.flags.tolist() == [0, HAS_NAN, 0, 0, HAS_INF, 0]
-        assert counts[:, 3].tolist() == [0, 1, 0, 0, 1, 0]
-        of_one_dtype = [here[0], torch.ones(2, device=device), here[2]]
-        assert unscale.check(of_one_dtype, slots=range(2, -1, -1)).flags.tolist() == [HAS_NAN, 0, HAS_INF]
-        unscale.check(here[1:2], out=out, slots=[3])
-        assert out.flags.tolist() == [0] * 6 and out.found_inf.item() == 0
+def test_tensors_may_have_places_of_their_own_among_the_flags(device: torch.device) -> None:
+    out = Verdict.empty(6, device)
+    out.flags.fill_(9)
+    counts = torch.zeros(6, 4, dtype=torch.int32, device=device)
+    tally = Tally(counts, torch.zeros((), dtype=torch.int64, device=device))
+    here = [t.to(device) for t in (torch.tensor([INF]), torch.ones(3, dtype=FP16), torch.tensor([NAN]))]
+    unscale.check(here, out=out, tally=tally, slots=[4, 0, 1])
+    assert out.flags.tolist() == [0, HAS_NAN, 0, 0, HAS_INF, 0]
+    assert counts[:, 3].tolist() == [0, 1, 0, 0, 1, 0]
+    of_one_dtype = [here[0], torch.ones(2, device=device), here[2]]
+    assert unscale.check(of_one_dtype, slots=range(2, -1, -1)).flags.tolist() == [HAS_NAN, 0, HAS_INF]
+    unscale.check(here[1:2], out=out, slots=[3])
+    assert out.flags.tolist() == [0] * 6 and out.found_inf.item() == 0
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals

@@ -1,7 +1,5 @@
 """Start here: checks and unscaling against torch's operator. test_unscale.py has every bit of the sum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from devices import WHERE, assert_same_bits, kernels_on

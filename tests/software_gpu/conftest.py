@@ -1,7 +1,5 @@
 """These tests need the software GPU: ``pytest --software-gpu sm_90 tests/software_gpu``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

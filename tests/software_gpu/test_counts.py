@@ -1,7 +1,5 @@
 """The counts recorded by `make bounds` are those of the kernels."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -38,7 +36,7 @@ def test_few_sectors_beyond_the_minimum_are_touched() -> None:
         for case, kernels in recorded.items():
             for kernel, row in kernels.items():
                 if row["instructions"] > 1:  # what works on the whole tensor
-                    assert row["sectors"] <= 1.3 * row["least"], (target, case, kernel)
+                    assert row["least"] <= row["sectors"] <= 1.3 * row["least"], (target, case, kernel)
                     ragged = 1.01 if "causal" in case else 1.0
                     assert row["fresh"] <= ragged * row["least"], (target, case, kernel)  # what memory has to move
 

@@ -4,8 +4,6 @@ What tests/kernels and tests/integrations ask of the interpreted kernels they as
 runs them with ``--software-gpu``. Here stands what only this machine can show, or what the interpreter is too slow for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

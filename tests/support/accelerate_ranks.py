@@ -1,7 +1,5 @@
 """A rank that trains with halfstep's `Accelerator`, for tests/integrations/trainers/test_accelerate.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors and steps for every Adam layout, on the devices of each implementation."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -76,7 +74,6 @@ class Step:
     max_norm: float | None = None
 
     def expected(self, tensors: list[AdamTensor]) -> list[AdamTensor]:
-        """The tensors that the oracle expects."""
         return [
             adam_step(
                 tensor,
@@ -225,9 +222,7 @@ class Memory:
 
         self.groups[:, MAX_NORM] = torch.tensor(limits or (step.max_norm or 0.0,), dtype=torch.float64)
         control = adam.Control(
-            scalar(step.grad_scale, FP32),
-            scalar(step.found_inf, FP32),
-            scalar(step.sum_of_squares, torch.float64),
+            scalar(step.grad_scale, FP32), scalar(step.found_inf, FP32), scalar(step.sum_of_squares, torch.float64)
         )
         adam.step(self.batch, self.groups, control)
         for grad, passed in zip(self.lists[adam.GRAD], step.grads, strict=True):

@@ -3,8 +3,6 @@
 A program calls `main` with a function that makes the tries. It prints what went wrong, and exits with 1 if it did.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ and fp64.
 Nothing here imports halfstep.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from noise import rounded
 

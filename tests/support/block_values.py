@@ -1,7 +1,5 @@
 """Numbers for tests of formats of blocks."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Pages in a headless Chromium, where it is installed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

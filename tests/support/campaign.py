@@ -1,7 +1,5 @@
 """A campaign of random programs from the command line: ``python FILE --tries N --seed S``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

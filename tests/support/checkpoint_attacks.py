@@ -4,8 +4,6 @@
 load must not do. fuzz_checkpoints.py uses them for thousands of checkpoints, and the tests for a few.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib
@@ -117,7 +115,6 @@ def write_by_torch(state: Any, path: Path) -> None:
 
 
 def content_of(path: Path) -> Any:
-    """The content of a manifest."""
     return json.loads((path / files.MANIFEST).read_bytes())["content"]
 
 
@@ -135,19 +132,16 @@ def seal(path: Path, content: Any = None) -> None:
 
 
 def seal_manifest(path: Path, content: Any) -> None:
-    """Write a manifest with this content."""
     (path / files.MANIFEST).write_bytes(files.sealed(content))
 
 
 def change_json(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change what is in state.json."""
     tree = json.loads((path / files.STATE).read_bytes())
     changed = change(tree)
     (path / files.STATE).write_text(json.dumps(tree if changed is None else changed))
 
 
 def change_header(file: Path, change: Callable[[Any], Any]) -> None:
-    """Change the header of a safetensors file."""
     data = file.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
@@ -420,7 +414,6 @@ def _objects(path: Path, rng: random.Random) -> None:
 
 
 def _entry(path: Path, rng: random.Random) -> None:
-    """Change one entry of the shard."""
     metadata: Any = pickle.loads((path / ".metadata").read_bytes())
     index = rng.choice(list(metadata.storage_data))
     info, shard = metadata.storage_data[index], (path / "__0_0.distcp").read_bytes()

@@ -1,7 +1,5 @@
 """Two ranks that save and load checkpoints of FSDP1, torch's AdamW and CPU offload, for test_checkpoint_kinds.py."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -55,7 +53,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, 
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and optimizer state by name, unsharded."""
     with warnings.catch_warnings(), saving(optimizer, "canonical"):
         warnings.simplefilter("ignore", FutureWarning)
         state = get_optimizer_state_dict(model, optimizer)["state"]

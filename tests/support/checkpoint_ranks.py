@@ -4,8 +4,6 @@ The same four processes run all topologies: those of two ranks on the first two 
 Gradients are the same full tensors on all ranks, sharded by hand, so that only the optimizer matters.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 Nothing here imports halfstep. The fields of the formats are written down again, from the specifications.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from dataclasses import dataclass
@@ -144,12 +142,7 @@ def beyond(negative: bool, name: str, overflow: str) -> int:
 
 
 def rounded(
-    value: Fraction | float,
-    name: str,
-    rounding: str,
-    overflow: str = "inf",
-    word: int = 0,
-    flush: bool = False,
+    value: Fraction | float, name: str, rounding: str, overflow: str = "inf", word: int = 0, flush: bool = False
 ) -> int:
     """The code that a value rounds to, by its position between two values of the table. NaN is the canonical one."""
     if value != value:

@@ -1,7 +1,5 @@
 """Count the bytes that are allocated for parameters, gradients and states, and the bytes of messages."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
@@ -51,6 +49,19 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
         if storage_bytes(held):
             made["remainder" if rest else part] = storage_bytes(held)
     return {**made, "scalars": storage_bytes(states)}
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations inside the block, views left out: each would allocate, copy or launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view and function.namespace != "profiler":  # the label around Optimizer.step
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
 
 
 class Peak(TorchDispatchMode):

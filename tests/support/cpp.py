@@ -1,7 +1,5 @@
 """Compile C++ code that exposes inline functions of the package's headers."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Communication hooks of DDP that divide before they round, on two ranks, for test_cases_on_ranks.py."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ All bits must be equal: gradients are integers, so that sums of squares are exac
 As a program it is the campaign: ``python tests/support/device_programs.py --tries 1000 --seed 0``.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile
@@ -217,7 +215,6 @@ class Program:
             self.scaler.load_state_dict(self.saved_scale)
 
     def file(self) -> None:
-        """A checkpoint in a file."""
         with tempfile.TemporaryDirectory() as folder:
             state = {"optimizer": self.optimizer.state_dict(), "model": self.model.state_dict()}
             found = checkpoint.load(checkpoint.save(folder, 1, state))

@@ -1,7 +1,5 @@
 """Helpers for tests on a GPU and the same tests without one. Needs only torch and pytest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ Each case is a loop in which texts are replaced, and the name of the finding, or
 
 # ruff: noqa: F401 (the loops use these names)
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -1,7 +1,5 @@
 """A rank of two whose training set-ups the doctor examines, for tests/integrations/distributed/test_doctor.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

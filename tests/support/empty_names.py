@@ -5,8 +5,6 @@
 A name says what the value is: ``grad``, ``shard``, ``layout``, ``codes``.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The text of an error, for tests that check it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

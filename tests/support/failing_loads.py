@@ -1,7 +1,5 @@
 """Two ranks that load checkpoints that do not fit, under FSDP2 and FSDP1, for test_checkpoint_unchanged.py."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

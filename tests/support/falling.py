@@ -3,8 +3,6 @@
 A format is given by its properties in `halfstep.formats`: emin, emax, mantissa bits, and the overflow threshold.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A clock for `halfstep.bench.timing` on which calls take given times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

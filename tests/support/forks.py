@@ -3,8 +3,6 @@
 Importing torch with torch.distributed takes seconds of processor time in every new process.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing.forkserver
 import os

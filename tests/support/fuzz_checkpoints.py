@@ -11,8 +11,6 @@ time than 5 s and 0.1 s per MB. The checksums are valid.
 damaged. It must either succeed, or print one line and exit with status 2, in the same memory and time.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import io

@@ -1,8 +1,6 @@
 """Tables of the documentation that programs write: the block between the comments ``<!-- NAME: generated -->`` and
 ``<!-- NAME: end -->``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 
@@ -15,11 +13,9 @@ def _parts(name: str, page: Path) -> tuple[str, str, str]:
 
 
 def read(name: str, page: Path) -> str:
-    """The block `name` of a page."""
     return _parts(name, page)[1]
 
 
 def write(name: str, content: str, page: Path) -> None:
-    """Replace the block `name` of a page."""
     before, _, after = _parts(name, page)
     page.write_text(before + content + after, encoding="utf-8")

@@ -1,9 +1,8 @@
 """Run a function with each implementation: the reference, the compiled C++ and the Triton kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +30,17 @@ def using(name: str, family: str) -> Iterator[torch.device]:
         yield device
 
 
+def devices(family: str) -> Any:
+    """A fixture `device`, for which a test is run with each implementation of a family in turn."""
+
+    @pytest.fixture(name="device", params=ALL)
+    def fixture(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+        with using(request.param, family) as device:
+            yield device
+
+    return fixture
+
+
 def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on `device` with the same strides and storage offset, and therefore the same alignment."""
     whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage())
@@ -38,5 +48,4 @@ def twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def twins(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The `twin` of each tensor."""
     return [twin(tensor, device) for tensor in tensors]

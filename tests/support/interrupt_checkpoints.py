@@ -9,8 +9,6 @@ load, and the next save must leave only checkpoints. An interrupted load must le
 as they were saved.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -12,8 +12,6 @@ and with ``--offloaded-muon`` `OffloadedMuon`.
 With ``--sharded`` the parameters are DTensors of this rank alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import random

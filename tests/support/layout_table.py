@@ -1,7 +1,5 @@
 """The table of docs/layouts.md: the largest model of each layout on a card. Run as a program, it writes it there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import generated

@@ -1,7 +1,5 @@
 """The ways in which an optimizer holds weights and moments. Needs only torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

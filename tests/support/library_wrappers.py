@@ -1,7 +1,5 @@
 """Stand-ins for libraries' wrappers of optimizers and loss scalers, with the attributes that training loops use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

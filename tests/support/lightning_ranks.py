@@ -1,7 +1,5 @@
 """A rank that trains with halfstep's classes for Lightning and Fabric, for test_lightning.py and test_fabric.py."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Written from the definition, without chunks; it shares no code with the package, and knows its rules for -inf and NaN.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from tolerances import LOG_PROBABILITIES_UNITS, SOFTMAX_DEPTH
@@ -69,20 +67,3 @@ def gradient_oracle(
     scale = p * (np.abs(a) + np.abs(b) + np.abs(q) + np.abs(c) * (np.abs(y) + entropy + 1)) + np.abs(hit * a)
     bound = UNIT * (units * scale + 4 * np.abs(q) / classes) + 2.0**-126
     return np.where(counted, dx, 0.0), bound
-
-
-def assert_within(actual: torch.Tensor, exact: np.ndarray, bound: np.ndarray, what: object = "") -> None:
-    """Equal where the exact value is not finite; within the bound, and half a unit of the dtype, elsewhere."""
-    got = actual.detach().cpu().double().numpy()
-    limits = torch.finfo(actual.dtype)
-    with np.errstate(all="ignore"):
-        allowed = bound + (np.abs(exact) + bound) * limits.eps / 2 + limits.smallest_normal * limits.eps
-        fine = (
-            (got == exact) | (np.isnan(got) & np.isnan(exact)) | (np.isfinite(exact) & (np.abs(got - exact) <= allowed))
-        )
-    if not fine.all():
-        index = tuple(int(i) for i in np.argwhere(~fine)[0])
-        raise AssertionError(
-            f"{what}: {int((~fine).sum())} of {fine.size} wrong, first at {index}: {got[index]!r}, exact "
-            f"{exact[index]!r}, allowed error {np.broadcast_to(allowed, got.shape)[index]!r}"
-        )

@@ -1,7 +1,5 @@
 """Run a lookup command in this process and return its output."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

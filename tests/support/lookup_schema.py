@@ -1,7 +1,5 @@
 """The shape of the lookup's JSON, as docs/lookup.md describes it, and a checker of it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -102,7 +100,6 @@ COMMANDS: dict[str, tuple[Any, Any]] = {
 
 
 def violations(value: Any, rule: Any, where: str = "$") -> list[str]:
-    """The places where `value` violates `rule`."""
     if isinstance(rule, tuple):
         tried = [violations(value, alternative, where) for alternative in rule]
         return [] if [] in tried else tried[0]

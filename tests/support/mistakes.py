@@ -9,8 +9,6 @@ that reads or writes weights.
 python tests/support/mistakes.py --tries 170 --seed 1
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Nothing here imports halfstep. `words` is checked against Python integers in tests/kernels/test_philox.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ Nothing here imports halfstep. numpy's fp32 and fp64 scalars and arrays do one I
 included, which torch's on the CPU is not), so an oracle written in them has the bits that the kernels must have.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from functools import cache
@@ -300,10 +298,7 @@ def adam_step(
             new_top = a.astype(tensor.top.dtype)
         else:
             new_top, top_scales = _coded(a, tensor.top_scales, np.full(a.size, block_oracle.UP), False)
-        return AdamTensor(
-            *(param, new_m, new_v, t, extra, new_top, o, tensor.noise),
-            *(m_scales, v_scales, top_scales),
-        )
+        return AdamTensor(*(param, new_m, new_v, t, extra, new_top, o, tensor.noise), *(m_scales, v_scales, top_scales))
 
 
 def _moment(held: np.ndarray, scales: np.ndarray | None, signed: bool) -> np.ndarray:

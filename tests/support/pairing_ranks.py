@@ -5,8 +5,6 @@ the second step a gradient has an Inf: in the shard of the last rank if gradient
 as after a reduction. All ranks must agree.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 Settings are texts by the names of options, as in the address of the planner; "" is an option without a value.
 """
 
-from __future__ import annotations
-
 import random
 
 from halfstep.numerics.planning import CARDS, CHECKPOINTING, LAYOUTS, MODELS, STRATEGIES
@@ -19,7 +17,6 @@ OPTIONS = {
 
 
 def words(settings: Settings) -> list[str]:
-    """The settings as a command line."""
     return [f"--{name}={text}" if text else f"--{name}" for name, text in settings.items()]
 
 

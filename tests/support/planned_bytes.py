@@ -1,7 +1,5 @@
 """Processes whose memory and messages are counted, for test_planning_sharded.py."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterator

@@ -13,8 +13,6 @@ The interpreter spends most of its time not in numpy but in the Python around it
 tests/kernels/test_softmax.py takes 38 s of processor time instead of 135 s.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Run a function on the ranks of a process group, each a process that forks.py forks."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """A small model and a comparison of two runs of it, for test_release*.py and test_offload.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Every rounding of kernels/rounding.py by the definitions of `codec_oracle`, one number at a time."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from functools import cache

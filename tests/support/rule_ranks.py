@@ -1,7 +1,5 @@
 """A model, SGD and Muon in their layouts, for test_rules.py and test_muon.py, and cases of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -8,8 +8,6 @@ breaks the GPU's context, its worker ends and a new one goes on with the other t
 Exit status: 0 if every test passed or was skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json
@@ -32,9 +30,6 @@ def entries(record: Path) -> list[dict[str, Any]]:
     """The lines of a record; one that is cut off is none."""
     lines = record.read_text().splitlines() if record.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-# ------------------------------------------------------------------------------- a plugin, in pytest's main process
 
 
 def append(**entry: Any) -> None:
@@ -67,9 +62,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         outcome = report.outcome if report.when in ("setup", "call", "teardown") else "unfinished"
         message = report.longreprtext[-6000:] if report.failed else ""
         append(test=report.nodeid, outcome=outcome, seconds=round(report.duration, 3), message=message)
-
-
-# ------------------------------------------------------------------------------------------------------- the program
 
 
 def run_tests(seconds: float, folder: Path, tests: Path, processes: int, *options: str) -> dict[str, Any]:

@@ -4,8 +4,6 @@ Of each such test, the sample has the first case, one in `k`, chosen by its name
 the first case of every value of each. The others are marked exhaustive. A test without parameters is always run.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import defaultdict
 

@@ -3,8 +3,6 @@
 Prints each step once its checkpoint is on disk, and the error that ends it if the other rank is gone.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -3,8 +3,6 @@
 The ranks communicate nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ reaction of all ranks. `--scaler torch` uses torch.amp.GradScaler instead. The e
 or changed something in a skipped step.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import platform

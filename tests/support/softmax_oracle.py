@@ -3,22 +3,13 @@
 Written from the definition, it shares no code with the package, and knows the rules for -inf, Inf and NaN.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from implementations import twin
-from tolerances import (
-    ROUNDOFF,
-    SOFTMAX_DEPTH,
-    SOFTMAX_EXACT_DEPTH,
-    SOFTMAX_EXACT_UNITS,
-    SOFTMAX_FLUSHED,
-    SOFTMAX_UNITS,
-)
+from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_EXACT_DEPTH, SOFTMAX_EXACT_UNITS, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
 

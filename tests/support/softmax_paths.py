@@ -1,7 +1,5 @@
 """The code paths of the softmax kernels, at sizes that the interpreter finishes in seconds."""
 
-from __future__ import annotations
-
 import pytest
 
 from halfstep.kernels.softmax import rows, strided

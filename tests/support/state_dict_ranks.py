@@ -3,8 +3,6 @@
 For test_cases_on_ranks.py.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Parameters, gradients and runs for tests of optimizers, and comparisons of their bits."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable
 from typing import Any

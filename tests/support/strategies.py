@@ -1,7 +1,5 @@
 """Tensors of every shape and layout, by name and for hypothesis."""
 
-from __future__ import annotations
-
 import numpy as np
 import oracles
 import torch

@@ -5,8 +5,6 @@ in PyTorch's caching allocator. Work of another stream or of a graph that still 
 Memory allocated during a capture belongs to the graph and is not reused.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -29,7 +29,6 @@ class Stream:
         self.graph: Graph | None = None  # that it is captured into
 
     def push(self, work: Callable[[], object]) -> None:
-        """Append work."""
         if self.graph is not None:
             self.graph.nodes.append(work)
             return

@@ -6,8 +6,6 @@ with the options and the parameters of its capture. All bits must be equal at th
 As a program it is the campaign: ``python tests/support/stream_training.py --tries 10000 --seed 0``.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

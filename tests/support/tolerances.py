@@ -1,7 +1,5 @@
 """Every tolerance of the test suite, with its reason. Everything else is compared bit for bit."""
 
-from __future__ import annotations
-
 import torch
 
 # Unit roundoff: half an ulp relative to the value.

@@ -3,8 +3,6 @@
 What they assert follows the last message between ranks, so that a rank that fails leaves no other one waiting.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,13 +13,13 @@ import pytest
 import topologies
 import torch
 import torch.distributed as dist
+from counted_bytes import Operations
 from errors import error_of
 from topologies import SAMPLE, TOPOLOGIES, Net, mesh_of, parameters_of
 from topology_walk import MAX_NORM, VALUES, Fault, Walk, clipping_itself, fused, ours, unfused
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.numerics.scaling import wrappers
@@ -277,16 +275,6 @@ def what_is_known_of_an_optimizer_ends_with_it_and_with_its_parameters() -> None
 
 
 def a_step_costs_one_reduction_of_two_numbers_and_no_memory(name: str) -> None:
-    class Operations(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if not function.is_view and function.namespace != "profiler":
-                self.names.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     spread = TOPOLOGIES[name](torch.float32)
     optimizer = spread.optimizer_of(ours)
     scaler = halfstep.GradScaler("cpu", init_scale=8.0, process_group=spread.process_group)

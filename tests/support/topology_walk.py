@@ -1,7 +1,5 @@
 """A training with occasional faults on one rank, and checks of the reaction of all ranks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -125,7 +123,6 @@ class Walk:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _expect(self, broken: bool) -> None:
-        """Update the expected scale."""
         self.clean += not broken
         self.since = 0 if broken else self.since + 1
         if broken:

@@ -1,7 +1,5 @@
 """The addresses that Triton kernels load and store, recorded by the interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Runs of examples/train_gpt.py, in this process or in several, and differences between two runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Shared by the trainers' tests: a small model, its batches, gradients and bits. See docs/trainers/."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io

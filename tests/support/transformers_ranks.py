@@ -1,7 +1,5 @@
 """A rank that trains with halfstep's `Trainer`, for tests/integrations/trainers/test_transformers.py."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 from typing import Any

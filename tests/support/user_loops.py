@@ -576,10 +576,7 @@ LOOPS: dict[str, Callable[[Run], None]] = {
 
 
 def accumulating(
-    every: int,
-    scale: float = 1.0,
-    no_sync: bool = True,
-    between: Callable[..., Any] = lambda run, model: None,
+    every: int, scale: float = 1.0, no_sync: bool = True, between: Callable[..., Any] = lambda run, model: None
 ) -> Callable[[Run], None]:
     """A program with a step after `every` micro-batches."""
 
@@ -645,21 +642,6 @@ class Programs:
     def clipped_by_the_optimizer(run):
         run.train(*run.start(**({} if run.way == "torch" else {"max_grad_norm": 1000.0})))
 
-    def sharpness_aware(run, model, optimizer):
-        """SAM in two backwards, written in the loop."""
-        for x, y in run.backwards(model, optimizer):
-            norm = torch.stack([grad.norm() for grad in grads(model)]).norm()
-            moved = []
-            with torch.no_grad():
-                for p in model.parameters():
-                    moved.append(p.grad * (0.05 / (norm + 1e-12)))
-                    p.add_(moved[-1])
-            model.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            with torch.no_grad():
-                for p, by in zip(model.parameters(), moved, strict=True):
-                    p.sub_(by)
-
     def ema_swapped_in_for_evaluation(run, model, optimizer):
         shadow = {name: p.data.clone() for name, p in model.named_parameters()}
         for x, y in run.steps(model, optimizer):
@@ -698,20 +680,6 @@ class Programs:
         model = run.model()
         hooked(lambda p: p.grad.clamp_(-0.02, 0.02))(model)
         run.train(model, run.adamw(model))
-
-    def gan(run):
-        """DCGAN's: the discriminator is not frozen, and the backward of the generator adds to its gradients."""
-        g, d = run.model(lambda: nn.Linear(3, 7)), run.model(lambda: nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 1)))
-        optimizer_g, optimizer_d = run.adamw(g), run.adamw(d)
-        for real, _ in run.batches(4):
-            fake = g(torch.randn(6, 3).to(run.dtype))
-            d.zero_grad()
-            F.softplus(-d(real)).mean().backward()
-            F.softplus(d(fake.detach())).mean().backward()
-            optimizer_d.step()
-            g.zero_grad()
-            F.softplus(-d(fake)).mean().backward()
-            optimizer_g.step()
 
     def embeddings_with_their_own_optimizer(run):
         """Two optimizers of parts of one model, of which one is torch's, as Muon and AdamW are combined."""
@@ -753,20 +721,6 @@ class Programs:
 
         for x, y in run.batches(4):
             run.log(train(x, y).detach())
-
-    def gradients_of_two_tasks_projected(run, model: Heads, optimizer):
-        """PCGrad (Yu et al., 2020): each task's gradients are taken from `.grad`, and others are put there."""
-        shared = list(model.trunk.parameters())
-        for x, y in run.batches(4):
-            taken = []
-            for head in range(2):
-                optimizer.zero_grad()
-                F.mse_loss(model(x)[head], y).backward()
-                taken.append([p.grad.clone() for p in shared])
-            optimizer.zero_grad()
-            for p, a, b in zip(shared, *taken, strict=True):
-                p.grad = a + b - (torch.clamp((a * b).sum(), max=0) / (b * b).sum()) * b
-            optimizer.step()
 
     def resumed_from_a_file(run, model, optimizer):
         file = io.BytesIO()

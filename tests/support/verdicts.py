@@ -1,7 +1,5 @@
 """Checks as a scaler runs them: in place, with the loss scale, into preallocated memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ installed, is reported and is not a failure. Each row writes its output to ``ROW
 needs several GB there, because torch's wheels are CUDA builds.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

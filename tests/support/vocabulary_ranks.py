@@ -1,7 +1,5 @@
 """Log-probabilities of a vocabulary that ranks share, against those of whole rows, for test_cases_on_ranks.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +8,7 @@ import torch
 import torch.distributed as dist
 from devices import assert_same_bits, normal
 from errors import refuses
+from softmax_oracle import assert_within
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -35,7 +34,7 @@ def agrees(classes: int, dtype: torch.dtype, exact: bool, inplace: bool) -> None
     expected = torch.ops.halfstep.log_probabilities(whole, targets, *options)[[0, 1, 4]]
     numbers = torch.stack(row)  # type: ignore[arg-type]
     for got, (value, bound) in zip(numbers, oracle.oracle(logits, targets, 0.7), strict=False):
-        oracle.assert_within(got, value, 4 * bound)
+        assert_within(got, value, 4 * bound, "vocabulary")
     everywhere = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, numbers.detach())
     for other in everywhere:

@@ -75,7 +75,6 @@ extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remaind
 
 @functools.cache
 def load(library: str) -> ctypes.CDLL:
-    """Load the library of `WRAPPER`."""
     return ctypes.CDLL(library)
 
 

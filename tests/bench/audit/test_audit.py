@@ -1,7 +1,5 @@
 """The audit: arguments, occupancy, and the parsers of PTX, AMD assembly and TTGIR on known code."""
 
-from __future__ import annotations
-
 import pytest
 
 from halfstep.bench.audit import command, machine_code, rows

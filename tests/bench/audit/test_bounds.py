@@ -1,7 +1,5 @@
 """Recorded bounds: which changes violate them, with which compiler, and what a partial audit records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

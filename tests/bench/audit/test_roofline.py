@@ -1,7 +1,5 @@
 """How much of a GPU's issue slots and shared memory kernels use: the formula and the limits."""
 
-from __future__ import annotations
-
 import json
 from fnmatch import fnmatchcase
 from typing import Any

@@ -1,7 +1,5 @@
 """What format, why and compare answer for formats of blocks: known facts, the JSON, and the codec's own results."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Overflow in other libraries' casts, as the lookup describes it, against the installed torch and ml_dtypes."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

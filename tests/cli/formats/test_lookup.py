@@ -1,7 +1,5 @@
 """The output of format, encode, decode, why and compare: known facts, the JSON's schema, and the codec's results."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from decimal import Decimal

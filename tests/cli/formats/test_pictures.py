@@ -1,7 +1,5 @@
 """Pictures of formats: their ranges, codes and labels."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The pages' answers against the command line and the codec, and harmless answers to hostile addresses."""
 
-from __future__ import annotations
-
 import random
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The pages in a headless Chromium: served by halfstep, as a file, and as pages of the site with and without Python."""
 
-from __future__ import annotations
-
 import functools
 import html as markup
 import http.server

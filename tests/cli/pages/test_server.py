@@ -1,7 +1,5 @@
 """``halfstep explore`` and ``halfstep plan --page``: which requests the server accepts, and the files of ``--out``."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -4,8 +4,6 @@ The tables of the modules in tests/support are run one after the other in two or
 functions is a case here. What a case asserts follows its last message, so that no other rank is left waiting.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any

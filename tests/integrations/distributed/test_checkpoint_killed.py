@@ -1,7 +1,5 @@
 """kill -9 of either rank during a save: the other rank raises an error, and the last good checkpoint loads."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checkpoints of FSDP1, torch's AdamW and CPU offload resume with the same bits, even if written in a thread."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import checkpoint_kinds

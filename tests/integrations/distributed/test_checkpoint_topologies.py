@@ -1,7 +1,5 @@
 """A checkpoint saved in any topology and layout continues in any other with the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A load that fails, early or late, on one rank or on two, leaves model, optimizer and scaler unchanged."""
 
-from __future__ import annotations
-
 import functools
 import io
 import pickle

@@ -1,7 +1,5 @@
 """The doctor on two ranks: no findings in healthy set-ups, and the names of faults of sharded ones."""
 
-from __future__ import annotations
-
 import doctor_ranks
 import pytest
 import rank_processes

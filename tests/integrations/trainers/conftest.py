@@ -1,7 +1,5 @@
 """The runs of all trainers, each started once."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`halfstep.integrations.trainers.accelerate` with the real library, in one process and on two ranks with gloo."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -1,7 +1,5 @@
 """The doctor inside real trainers: no findings in healthy runs, and the names of faults that users reported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configs of all families have as many parameters as the models that transformers creates on the meta device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

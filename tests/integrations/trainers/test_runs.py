@@ -1,7 +1,5 @@
 """What docs/trainers.md promises of every trainer, with the real libraries, in one process and on two gloo ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`halfstep.integrations.trainers.torchtitan` with the real library, on one rank and on two with FSDP2 and gloo."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

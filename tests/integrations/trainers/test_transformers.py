@@ -1,7 +1,5 @@
 """`halfstep.integrations.trainers.transformers` with the real library, and with TRL and PEFT."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -109,9 +107,6 @@ def test_an_exported_checkpoint_is_what_from_pretrained_loads(tmp_path: Path) ->
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert found.lm_head.weight is found.transformer.wte.weight
     assert same_bits(dict(found.state_dict()), dict(expected.state_dict()))
-
-
-# ------------------------------------------------------------------------------ gradients on the host, and freed ones
 
 
 def _trained(folder: Path, way: str, limit: float, of_library: bool = False, **options: Any) -> tuple[Any, list[float]]:

@@ -1,7 +1,5 @@
 """Formats of blocks: the rules by hand, by their definitions in rational numbers, and beside ml_dtypes and gfloat."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

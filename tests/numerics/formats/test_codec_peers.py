@@ -3,8 +3,6 @@
 torch, numpy and ml_dtypes are compared in tests/cli/formats/test_implementations.py.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

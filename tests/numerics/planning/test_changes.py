@@ -1,7 +1,5 @@
 """`ways_to_fit`: every way fits, needs each of its changes, and comes before ways of more effort."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The planner against worked examples, the papers' formulas and published parameter counts."""
 
-from __future__ import annotations
-
 import json
 import math
 from fractions import Fraction

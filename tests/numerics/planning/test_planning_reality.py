@@ -1,7 +1,5 @@
 """Planned bytes equal what torch allocates: weights, gradients, states, casts, activations."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Planned bytes and messages of each of torch's strategies equal those of two and of four real processes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -87,10 +85,7 @@ def test_ddps_buckets_are_a_second_gradient_or_none(ranks: list[dict[str, Any]],
         assert message.bytes == 2 * Fraction(1, 2) * found["reduced"]
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=6),
-    st.integers(1, 9),
-)
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(1, 9))
 def test_rows_are_cut_as_torch_chunk_cuts_them(shapes: list[list[int]], ranks: int) -> None:
     pieces = [unit("all", shapes)]
     held = [

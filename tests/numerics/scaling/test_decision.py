@@ -1,7 +1,5 @@
 """Decisions passed to an optimizer apply to exactly one step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

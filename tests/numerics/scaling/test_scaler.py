@@ -1,7 +1,5 @@
 """GradScaler against torch's, and cases that torch's gets wrong."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

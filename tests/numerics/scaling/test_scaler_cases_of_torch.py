@@ -4,8 +4,6 @@ Scales are powers of two and nothing here leaves fp32's normal range, so scaling
 control run leaves out the step that overflowed, weights must be equal, not close.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

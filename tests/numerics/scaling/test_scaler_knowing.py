@@ -1,7 +1,5 @@
 """What the scaler reports and does without waiting: skipped steps, clipping inside the step, unscaled gradients."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from functools import partial

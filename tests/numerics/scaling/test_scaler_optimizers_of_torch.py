@@ -3,8 +3,6 @@
 Six steps, one of which overflows, each with gradients unscaled by the step, by `unscale_`, and clipped in between.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `TwoTensor` keeps two tensors and applies each operation to both; its address is 0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

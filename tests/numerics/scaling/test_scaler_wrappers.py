@@ -3,8 +3,6 @@
 The wrappers have the shapes of Accelerate's and Fabric's; the real ones are in tests/integrations/trainers.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums over ranks on meshes of many shapes, carried out by hand for every rank; with processes: topology_ranks.py."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Verdicts in parts: the bits of a single verdict, however the gradients are split and ordered."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

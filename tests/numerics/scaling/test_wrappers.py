@@ -1,7 +1,5 @@
 """torch's wrappers of modules are found, even those created before halfstep was imported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import forks

@@ -1,7 +1,5 @@
 """Advice on the loss scale: the interval, the limits and the losses against trying every power of two."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

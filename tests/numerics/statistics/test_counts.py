@@ -1,7 +1,5 @@
 """Statistics: every count against rounding in float64 and against halfstep.cast, for every format and scale."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Translate the assembly that Triton compiles for AMD's gfx942 to the arrays that the machine runs (waves.h)."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `make bounds` calls ``python -m software_gpu.counts`` in tests/support. Each target is counted in a separate process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -7,8 +7,6 @@ launch to `SoftwareGPU`.
     pytest --software-gpu sm_90 tests/kernels        # tests of Triton kernels run them compiled
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import hashlib
@@ -50,8 +48,6 @@ _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 
 @dataclass
 class Launch:
-    """A completed launch."""
-
     program: Program
     grid: tuple[int, int, int]
     threads: int

@@ -7,8 +7,6 @@ counted in the machine code, which has no loops. Memory is what torch allocates 
 whose kernels are compiled but do not run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Translate PTX to the arrays that the machine runs (machine.h): instructions, registers, constants, parameters."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable

@@ -10,8 +10,6 @@ running blocks that exceeds `CACHE_KEPT` of it. No time is predicted: the order 
 modelled. The GPUs' numbers are the manufacturers', for B200 commonly reported ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ The subroutines of divisions and roots, which only some numbers take, and the ca
 to run equally often.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """A kernel that contains a few given instructions, for tests of the machine."""
 
-from __future__ import annotations
-
 from .amd import ASSUMED
 
 KERNEL = """
