@@ -13,8 +13,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from itertools import repeat
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -374,8 +374,15 @@ class _Group(NamedTuple):
 
 
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
-    groups = multi_tensor.by_dtype(tensors, slots)
-    return [_Group(dtype, listed, of, _tables[dtype].table(listed, numbers=[of])) for dtype, listed, of in groups]
+    # Not `by_dtype`, whose calls each step would pay for.
+    groups, dtypes = [], list(map(attrgetter("dtype"), tensors))
+    for dtype in (distinct := dict.fromkeys(dtypes)):
+        listed, slots_of = tensors, list(slots)
+        if len(distinct) > 1:
+            members = list(map(is_, dtypes, repeat(dtype)))
+            listed, slots_of = list(compress(tensors, members)), list(compress(slots, members))
+        groups.append(_Group(dtype, listed, slots_of, _tables[dtype].table(listed, numbers=[slots_of])))
+    return groups
 
 
 def _check_groups(

@@ -11,7 +11,7 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import EXACT, launch_kernel, resolve
-from halfstep.kernels.multi_tensor import address, alignments, checked_addresses
+from halfstep.kernels.multi_tensor import alignments, checked_addresses
 from halfstep.kernels.optimizer import reference
 from halfstep.kernels.optimizer.layout import Batch, Control
 
@@ -58,9 +58,13 @@ class Family:
             return partial(reference.own_operations_step, self, batch, groups, control)
         implementation = resolve(batch.hyper.device, self.library)
         if implementation == "native":
-            addresses = checked_addresses((batch.groups, groups, batch.hyper))
-            scalars = (0 if scalar is None else address(scalar) for scalar in control)
-            arguments = *batch.table.addresses, *addresses, *scalars, *batch.codes, native.threads()
+            tensors = [batch.groups, groups, batch.hyper]
+            for scalar in control:
+                tensors.append(batch.hyper if scalar is None else scalar)
+            addresses = checked_addresses(tensors)
+            for row, scalar in enumerate(control, 3):
+                addresses[row] = 0 if scalar is None else addresses[row]
+            arguments = *batch.table.addresses, *addresses, *batch.codes, native.threads()
             function = getattr(native.library(self.library), f"halfstep_{self.name}")
             return partial(function, (c_int64 * len(arguments))(*arguments))
         if implementation == "reference":

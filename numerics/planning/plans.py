@@ -125,9 +125,10 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
         messages += sharding.over_the_bus(row, strategy, shards, training.mirrored, training.scratch)
-    if training.scratch is not None and training.scratch.sent:
-        exchanged = Collective("all-to-all", "parts of matrices", training.scratch.sent, training.sharding.divisor)
-        messages.append(exchanged)
+    if (scratch := training.scratch) is not None and (ranks := training.sharding.divisor) > 1:
+        flags = math.ceil(2 * sharding.ring(ranks) * scratch.exchanged)  # a byte each
+        exchanged = ("all-reduce", "which gradients exist", flags), ("all-to-all", "parts of matrices", scratch.sent)
+        messages += [Collective(*message, ranks) for message in exchanged if message[-1]]
     parameters = parameters_of(training.weights)
     idle = 0 if model is None else model.parameters - model.active_parameters
     settings = {field.name: getattr(training, field.name) for field in fields(training) if field.name != "units"}

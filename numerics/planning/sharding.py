@@ -105,6 +105,7 @@ class Scratch(NamedTuple):
     sent: int  # bytes sent to other ranks per step
     host: int  # with offloading: elements of scratch memory on the host
     copied: int  # with offloading: elements copied to the GPU and back per step
+    exchanged: int  # parameters whose matrices ranks exchange; 0 if shapes are unknown
 
 
 @dataclass(frozen=True)
@@ -230,11 +231,9 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
         shard = -(-parameters_of(units) // ranks)
         together = min(shard, MOST)
         sent = math.ceil(4 * ring(ranks) * shard)
-        return Scratch(together, together if ranks > 1 else 0, 0, sent, min(shard, 2 * MOST), shard)
+        return Scratch(together, together if ranks > 1 else 0, 0, sent, min(shard, 2 * MOST), shard, 0)
     matrices, parts, received, sent = list(each_tensor_of(units)), [], 0, 0
     ranks = min(ranks, max(len(matrices), *(matrix.shape[0] for matrix in matrices)))  # the others have no parts
-    if rank >= ranks:
-        return Scratch(0, 0, 0, 0, 0, 0)
     copies = 0
     for matrix in matrices:
         exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
@@ -242,6 +241,9 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
         # Two copies in bf16, a third one of exchanged matrices, and two square products of the short side.
         copies = max(copies, (4 + 2 * exchanged) * rows * columns + 4 * min(rows, columns) ** 2)
         launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
+    flags = sum(len(shapes) for (_, exchanged), shapes in launches.items() if exchanged)
+    if rank >= ranks:
+        return Scratch(0, 0, 0, 0, 0, 0, flags)
     for (_, exchanged), shapes in sorted(launches.items(), key=lambda launch: launch[0][1]):
         cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
         shards = [
@@ -256,7 +258,7 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
                 ownership = Ownership(shapes[of_part], cuts[of_part], rank)
                 received, sent = max(received, ownership.received), sent + ownership.bytes_sent
     host = sum(max(parts[turn::2], default=0) for turn in (0, 1))
-    return Scratch(max(parts), received, copies, sent, host, sum(parts))
+    return Scratch(max(parts), received, copies, sent, host, sum(parts), flags)
 
 
 def over_the_bus(

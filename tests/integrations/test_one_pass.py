@@ -66,7 +66,7 @@ def test_a_step_calls_few_functions_of_few_files() -> None:
             finally:
                 sys.setprofile(None)
             scaler.update()
-    assert 20 < len(called) <= 45
+    assert 20 < len(called) <= 45, [code.co_name for code in called]
     assert len({code.co_filename for code in called}) <= 8
 
 
