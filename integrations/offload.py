@@ -255,8 +255,10 @@ class _Offloaded(LayoutOptimizer):
         if in_backward == "step":
             _refuse_limit(options.get("max_grad_norm"))
             if isinstance(self, Muon):
-                why = "products during the backward would change the bf16 reductions of torch there"
-                raise ValueError(f"Expected in_backward to be 'copy' or None for Muon, got 'step': {why}; {INSTEAD}")
+                raise ValueError(
+                    "Expected in_backward to be 'copy' or None for Muon, but got 'step', whose products would change "
+                    f"torch's setting of bf16 reductions during the backward: {INSTEAD}"
+                )
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
         self._of_bucket: list[list[_Mirror]] = []

@@ -594,7 +594,7 @@ def test_errors_name_the_argument_and_the_remedy(mesh: Any) -> None:
     refuses(TypeError, on_host, new(_sharded(torch.ones(6), mesh)))
     refuses(TypeError, "but got a flat parameter of FullyShardedDataParallel of shape (6,), which replaces", new(flat))
     stepping = partial(OffloadedMuon, [torch.nn.Parameter(torch.ones(2, 2))], in_backward="step")
-    refuses(ValueError, "in_backward to be 'copy' or None for Muon, got 'step': products during the backward", stepping)
+    refuses(ValueError, "in_backward to be 'copy' or None for Muon, but got 'step', whose products would", stepping)
     refuses(KeyError, "not a parameter of this optimizer", lambda: optimizer.masters()[torch.ones(1)])
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
         refuses(TypeError, "save state_dict(), and load it into an optimizer of the copied model", call)
